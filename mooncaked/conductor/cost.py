@@ -20,7 +20,7 @@ _OWN_SAMPLES = 8  # fewer than these, and an instance is judged by its group
 _PREFILL_PRIOR = (20.0, 500.0, 5.0)  # constant, per 1000 new tokens, per 10^6 of n^2 - p^2
 _STEP_PRIOR = (20.0, 1.0, 0.1)  # constant, per request in the batch, per 1000 KV tokens in it
 _PULL_PRIOR = 1e6  # bytes per ms between nodes: 1 GB/s
-DRAM_PRIOR = 4e6  # bytes per ms from a node's DRAM into an engine
+_DRAM_PRIOR = 4e6  # bytes per ms from a node's DRAM into an engine
 _SSD_PRIOR = 1e6
 PULL_LATENCY_MS = 2.0
 _OUTPUT_PRIOR = 256.0  # tokens of an answer
@@ -168,6 +168,7 @@ class Estimators:
         self._links: dict[tuple[str, str], Average] = {}
         self._all_links = Average(_PULL_PRIOR)
         self._dram: dict[str, Average] = {}
+        self._all_dram = Average(_DRAM_PRIOR)
         # The values of the averages above, in bytes per ms, for those who read many of them at once.
         self.link_rates: dict[str, dict[str, float]] = {}  # by source, then target
         self.dram_rates: dict[str, float] = {}  # by node
@@ -195,9 +196,14 @@ class Estimators:
         """Bytes per ms of a link that nothing has been pulled over yet."""
         return self._all_links.value
 
+    @property
+    def any_dram_rate(self) -> float:
+        """Bytes per ms from the DRAM of a node that nothing has been read from yet."""
+        return self._all_dram.value
+
     def load_ms(self, node_id: str, dram_bytes: int, ssd_bytes: int) -> float:
         """Reading blocks of the instance's own node into the engine."""
-        return dram_bytes / self.dram_rates.get(node_id, DRAM_PRIOR) + ssd_bytes / _SSD_PRIOR
+        return dram_bytes / self.dram_rates.get(node_id, self.any_dram_rate) + ssd_bytes / _SSD_PRIOR
 
     def output_tokens(self, model: str, max_tokens: int) -> int:
         """How long an answer will be."""
@@ -228,8 +234,9 @@ class Estimators:
     def saw_load(self, node_id: str, size: int, ms: float) -> None:
         """Blocks came from the node's own DRAM."""
         if size >= _SAMPLE_BYTES_MIN and ms > 0.0:
-            dram = self._dram.setdefault(node_id, Average(DRAM_PRIOR))
+            dram = self._dram.setdefault(node_id, Average(self._all_dram.value))
             dram.add(size / ms)
+            self._all_dram.add(size / ms)
             self.dram_rates[node_id] = dram.value
 
     def saw_output(self, model: str, tokens: int) -> None:

@@ -49,8 +49,8 @@ class PrefillTerms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     pull_from: str  # node id; "" when nothing is pulled
     queued: int  # requests before this one
     queue_ms: float
-    load_ms: float  # own blocks, from the node's tiers into the engine
-    transfer_ms: float  # blocks of another node
+    load_ms: float  # reused blocks, from the node's tiers into the engine
+    transfer_ms: float  # what is pulled, from the other node to this one
     prefill_ms: float
     recompute_ms: float  # spent again at decode, because KV cannot be handed over from here
     ttft_ms: float

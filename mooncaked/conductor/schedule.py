@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mooncaked.conductor.cost import DRAM_PRIOR, PULL_LATENCY_MS, Estimators
+from mooncaked.conductor.cost import PULL_LATENCY_MS, Estimators
 from mooncaked.conductor.fleet import RANK_NODE_AWAY, Fleet, Site
 from mooncaked.conductor.index import Match, PrefixIndex
 from mooncaked.conductor.ledger import Ledger
@@ -94,7 +94,8 @@ class Scheduler:
         own_tokens = min(own * site.block_tokens, prompt - 1)
         reused = min(best * site.block_tokens, prompt - 1)
         slow = min(own_tokens, self.index.slow_blocks(found.match, node_id, own) * site.block_tokens)
-        fast_bytes, slow_bytes = (own_tokens - slow) * site.token_bytes, slow * site.token_bytes
+        # What is pulled lies in DRAM then, and is read from there like the rest.
+        fast_bytes, slow_bytes = (reused - slow) * site.token_bytes, slow * site.token_bytes
         load_ms = estimators.load_ms(node_id, fast_bytes, slow_bytes)
         transfer_ms = recompute_ms = 0.0
         if source:
@@ -140,17 +141,18 @@ class Scheduler:
         source = found.order[0] if found.order else ""
         plans = {own: self._plan(prompt, own, sites[0], found) for own in {0, *depths.values()}}
         links, any_link = estimators.link_rates.get(source, _NO_RATES), estimators.any_link_rate
-        drams, own_tokens_of = estimators.dram_rates, costs.own_tokens.append
+        drams, any_dram = estimators.dram_rates, estimators.any_dram_rate
+        own_tokens_of = costs.own_tokens.append
         queue_of, ttft_of = costs.queue_ms.append, costs.ttft_ms.append
         for site in sites:
             node_id, load = site.node_id, site.load
-            own_tokens, own_bytes, pull_bytes, x, y = plans[depths.get(node_id, 0)]
+            own_tokens, load_bytes, pull_bytes, x, y = plans[depths.get(node_id, 0)]
             a, b, c = site.models.prefill_coefficients
             ms = a + b * x + c * y
             if ms < 0.0:
                 ms = 0.0
-            if own_bytes:
-                ms += own_bytes / drams.get(node_id, DRAM_PRIOR)
+            if load_bytes:
+                ms += load_bytes / drams.get(node_id, any_dram)
             if pull_bytes:
                 ms += PULL_LATENCY_MS + pull_bytes / links.get(node_id, any_link)
             queue = load.free_at_ms - now_ms
@@ -161,8 +163,8 @@ class Scheduler:
             own_tokens_of(own_tokens)
 
     def _plan(self, prompt: int, own: int, site: Site, found: Found) -> tuple[int, int, int, float, float]:
-        """(own tokens, own bytes, bytes to pull, and the two variables of the prefill model) for an instance
-        whose node holds `own` blocks. Those who can use each other's KV agree on the bytes of a token."""
+        """(own tokens, bytes to load, bytes to pull, and the two variables of the prefill model) for those
+        instances whose node holds `own` blocks. In one family, all agree on the bytes of a token."""
         own_tokens = reused = own * site.block_tokens
         pull_bytes, best = 0, found.match.deepest()
         if best > own * self.policy.pull_ratio:
@@ -174,13 +176,8 @@ class Scheduler:
             in_flight = self.ledger.pulls.get(found.order[0], 0)
             pull_bytes = (reused - own_tokens) * site.token_bytes * (1 + in_flight)
         new = prompt - reused
-        return (
-            own_tokens,
-            own_tokens * site.token_bytes,
-            pull_bytes,
-            new * 1e-3,
-            new * (prompt + reused) * 1e-6,
-        )
+        x, y = new * 1e-3, new * (prompt + reused) * 1e-6
+        return own_tokens, reused * site.token_bytes, pull_bytes, x, y
 
     # --- decode --------------------------------------------------------------------------------------
 
@@ -248,7 +245,8 @@ class Scheduler:
         prompt, step, token_bytes = ask.prompt_tokens, sites[0].block_tokens, sites[0].token_bytes
         estimators, depths, request_id = self.estimators, found.depths, ask.request_id
         links, any_link = estimators.link_rates.get(holder, _NO_RATES), estimators.any_link_rate
-        drams, load_bytes, more = estimators.dram_rates, prompt * token_bytes, prompt + expected
+        drams, any_dram = estimators.dram_rates, estimators.any_dram_rate
+        load_bytes, more = prompt * token_bytes, prompt + expected
         pull_scale = token_bytes * (1 + self.ledger.pulls.get(holder, 0))
         sums = []
         for site in sites:
@@ -261,7 +259,7 @@ class Scheduler:
                 continue
             a, b, c = site.models.step_coefficients
             tbt_ms = a + b * (batch if batch < site.batch_max else site.batch_max) + c * need * 1e-3
-            total_ms = load_bytes / drams.get(node_id, DRAM_PRIOR)
+            total_ms = load_bytes / drams.get(node_id, any_dram)
             missing = prompt - depths.get(node_id, 0) * step
             if missing > 0 and node_id != holder:
                 total_ms += PULL_LATENCY_MS + missing * pull_scale / links.get(node_id, any_link)

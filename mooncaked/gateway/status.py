@@ -46,6 +46,7 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     fit: bool  # its node is there and ready
     failed: bool  # it failed a moment ago, others are preferred
     queued: int  # prefills reserved and not done
+    queued_tokens: int  # that they have to compute
     queue_ms: float  # predicted, until those are done
     running: int  # decodes reserved and running
     kv_tokens: int  # reserved
@@ -137,6 +138,7 @@ class Status:
             fit=site.fit,
             failed=site.instance_id in failed,
             queued=len(load.prefill),
+            queued_tokens=load.prefill_tokens,
             queue_ms=load.queue_ms(now_ms),
             running=sum(1 for entry in load.decode.values() if entry.decoding_since_ms is not None),
             kv_tokens=load.kv_tokens,

@@ -8,6 +8,7 @@ import random
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 from mooncaked.api.frames import FrameSocket
 from mooncaked.api.protocol import (
@@ -236,7 +237,8 @@ class TcpTransport:
         frames = FrameSocket(sock, f"node at {address}", self._clock)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            frames.send([encode_frame(Kind.HELLO, 0, self._hello)], deadline.left())
+            with suppress(ConnectionLost):  # refused unread: the peer's reason can still be received
+                frames.send([encode_frame(Kind.HELLO, 0, self._hello)], deadline.left())
             received = frames.receive(deadline.left())
             if received is None:
                 raise ConnectionLost(what=frames.peer, operation="the greeting", cause="it closed")

@@ -177,6 +177,15 @@ async def test_a_leader_that_is_stopped_hands_over_at_once(cluster: Cluster) -> 
     await cluster.ask(other)
 
 
+async def test_sigterm_lets_a_request_end(cluster: Cluster) -> None:
+    leader, _ = await cluster.leader_and_other()
+    cluster.decode.token_s = 0.3
+    call = asyncio.create_task(cluster.ask(leader))
+    await eventually(lambda: cluster.decode.running == 1, 5)
+    await leader.end(signal.SIGTERM)
+    assert (await call)["X-Mooncake-Decode"] == "d1"
+
+
 async def test_a_killed_node_is_no_source_any_more(cluster: Cluster) -> None:
     leader, _ = await cluster.leader_and_other()
     assert (await cluster.ask(leader))["X-Mooncake-Prefill"] == "p2"

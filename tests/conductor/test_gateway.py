@@ -260,6 +260,35 @@ async def test_prefill_without_decode_cannot_serve_and_says_so(gateway: Running)
     assert "1 for prefill, 0 for decode" in answer["error"]["message"]
 
 
+# --- admission -----------------------------------------------------------------------------------------
+
+
+async def test_what_would_miss_its_slo_is_refused_with_429() -> None:
+    async with running(slo_ttft=0.5) as gateway:
+        prefill, decode = pair()
+        prefill.prefill_s = 0.1
+        prefill.timing = {"prefill_ms": 100.0}
+        await gateway.add(prefill, decode)
+        for i in range(18):  # the predictor has to earn its trust first
+            assert (await gateway.chat(f"number {i}"))[0] == 200
+
+        answers = await asyncio.gather(*(gateway.chat(f"at once {i}") for i in range(12)))
+
+        refused = [(answer["error"], headers) for status, answer, headers in answers if status == 429]
+        assert len(refused) + sum(status == 200 for status, *_ in answers) == 12
+        assert refused
+        error, headers = refused[0]
+        assert (error["type"], error["code"], error["reason"]) == (
+            "rate_limit_error",
+            "admission_refused",
+            "ttft",
+        )
+        assert error["predicted_ms"] > error["limit_ms"] == 500
+        assert int(headers["Retry-After"]) >= 1
+        assert f'refusals_total{{reason="ttft"}} {float(len(refused))}' in await gateway.metrics()
+        assert gateway.reservations() == 0
+
+
 # --- clients that go away ------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from mooncaked.engines.reference.kv_store import BlockClient
 from mooncaked.engines.reference.model_files import LoadedModel
 from tests.engines.harness import Running, load
 from tests.engines.memory_store import MemoryStore
+from tests.engines.serving import Http, serving
 from tests.engines.tiny_model import write_gguf, write_hf
 
 Start = Callable[..., Running]
@@ -56,6 +57,13 @@ def start(tiny: LoadedModel) -> Iterator[Start]:
         if one.engine.alive:
             one.check_idle()
         one.close()
+
+
+@pytest.fixture
+async def http(start: Start, store: MemoryStore) -> AsyncIterator[Http]:
+    """A client of the tiny model's HTTP interface; the engine has an empty store."""
+    async with serving(start(store)) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

@@ -23,8 +23,8 @@ from mooncaked.errors import MooncakeError
 WAIT_S = 60.0
 
 
-def load(path: Path) -> LoadedModel:
-    return load_model(path, dtype=torch.float32, device="cpu")
+def load(path: Path, dtype: str = "float32") -> LoadedModel:
+    return load_model(path, dtype=getattr(torch, dtype), device="cpu")
 
 
 def options(**changes: Any) -> Options:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -52,6 +53,15 @@ def test_a_gguf_file_that_was_cut_short(tmp_path: Path, tiny_gguf: Path, share: 
     assert "damaged or cut short" in problem_of(path)
 
 
+def test_a_length_far_beyond_the_end_of_the_file(tmp_path: Path) -> None:
+    """A list of 2**40 numbers, of which the file holds four."""
+    name = b"general.numbers"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(name)) + name
+    path = tmp_path / "endless.gguf"
+    path.write_bytes(head + struct.pack("<IIQ", 9, 4, 2**40) + struct.pack("<4I", 1, 2, 3, 4))
+    assert "it ends before byte" in problem_of(path)
+
+
 def test_gguf_files_that_are_whole_but_not_for_us(tmp_path: Path) -> None:
     def write(**changes: object) -> Path:
         return write_gguf(tmp_path / f"{len(list(tmp_path.iterdir()))}.gguf", **changes)
@@ -64,6 +74,12 @@ def test_gguf_files_that_are_whole_but_not_for_us(tmp_path: Path) -> None:
     assert "cannot share" in problem_of(write(num_key_value_heads=3))
     few = make_tensors(CONFIG | {"vocab_size": 100})
     assert f"{len(vocabulary())} tokens, its embedding 100" in problem_of(write(tensors=few))
+
+
+def test_a_number_of_layers_that_no_model_has(tmp_path: Path) -> None:
+    """Billions of layers, by one damaged byte: refused at once, not counted through."""
+    path = write_gguf(tmp_path / "deep.gguf", make_tensors(CONFIG), num_hidden_layers=2**31)
+    assert "its layers is 2147483648, it must be 1 to 1024" in problem_of(path)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

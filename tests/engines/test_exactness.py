@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from mooncaked.engines.reference.model import DECODE_ROWS
 from mooncaked.engines.reference.model_files import LoadedModel
 from mooncaked.engines.reference.sampling import SamplingParams
 from tests.engines.conftest import Start
-from tests.engines.harness import Answer, Running
+from tests.engines.harness import Answer, Running, load
 from tests.engines.memory_store import MemoryStore
 from tests.engines.test_model import make_llama, prompt_of
 from tests.engines.tiny_model import write_hf
@@ -131,6 +132,20 @@ def test_what_else_runs_changes_nothing(start: Start, store: MemoryStore) -> Non
     assert [answer.wait().tokens for answer in answers] == alone
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_smaller_types_are_as_exact(start: Start, store: MemoryStore, tiny_dir: Path, dtype: str) -> None:
+    model = load(tiny_dir, dtype)
+    alone = start(model=model, dtype=dtype)
+    expected = alone.run(PROMPT, 10, ignore_eos=True).tokens
+    prefill, decode = start(store, model=model, dtype=dtype), start(store, model=model, dtype=dtype)
+    assert disaggregated(prefill, decode, PROMPT, 10, ignore_eos=True).tokens == expected
+    warm = decode.run(PROMPT, 10, ignore_eos=True)
+    assert warm.tokens == expected
+    assert warm.finish is not None
+    assert warm.finish.cached_tokens == 48
+    assert len(next(iter(store.values.values()))) == 4 * model.config.kv_values_per_token() * 2
+
+
 def test_a_damaged_store_would_show(start: Start, store: MemoryStore, expected_tokens: list[int]) -> None:
     """The tests above would notice if loaded KV were not used: wrong KV gives a wrong answer."""
     engine = start(store)
@@ -181,6 +196,7 @@ def test_padding_and_foreign_blocks_change_no_bit(tiny: LoadedModel) -> None:
 
 _SCRIPT = """
 import sys
+from pathlib import Path
 from pathlib import Path
 from tests.engines.harness import Running, load
 from tests.engines.memory_store import MemoryStore

@@ -13,7 +13,13 @@ import pytest
 from mooncaked.api.frames import FrameSocket
 from mooncaked.api.peer import PeerServer
 from mooncaked.api.protocol import HEADER, MAGIC, Fetch, Kind
-from mooncaked.errors import ConnectionLost, DeadlineExceeded, ProtocolError, Unreachable
+from mooncaked.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    ProtocolError,
+    Unauthenticated,
+    Unreachable,
+)
 from mooncaked.transports import tcp
 from mooncaked.transports.base import Outcome
 from mooncaked.transports.tcp import TcpTransport
@@ -240,3 +246,12 @@ def test_closing_wakes_who_waits(transport: TcpTransport) -> None:
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:0", "127.0.0.1:1"])
 def test_addresses_that_lead_nowhere(transport: TcpTransport, address: str) -> None:
     assert isinstance(fetch(transport, address, [b"a"], Memory()).error, Unreachable)
+
+
+def test_a_refusal_of_the_greeting_says_why(transport: TcpTransport) -> None:
+    far = TcpFar()
+    far.server.close()
+    far.server = PeerServer(far.store, node_id="far", address="127.0.0.1:0", token="secret")
+    outcome = fetch(transport, far.server.start(), [b"k"], Memory())
+    assert isinstance(outcome.error, Unauthenticated)
+    far.close()

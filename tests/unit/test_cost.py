@@ -195,3 +195,16 @@ def test_an_engine_that_tells_no_times_is_measured_when_it_was_idle() -> None:
     assert fit.samples == 0, "part of the wall time was the queue"
     small.conductor._lessons.prefill(first, seen)
     assert fit.samples == 1
+
+
+def test_a_slow_read_makes_pulling_no_more_attractive() -> None:
+    """What is pulled is read as well; and a node that nothing was read from yet counts as the others."""
+    prompt = text(0, 1000)
+    small = Small(prefill=2)
+    small.hold("np1", prompt)
+    for _ in range(5):  # engines that take a second for a megabyte
+        small.conductor.estimators.saw_load("np1", 1_000_000, 1_000.0)
+    terms = {t.instance_id: t for t in small.conductor.explain(small.ask(tokens=prompt), 1).prefill}
+    assert terms["p2"].pull_from == "np1"
+    assert terms["p2"].load_ms == pytest.approx(terms["p1"].load_ms)
+    assert small.schedule(tokens=prompt).prefill == "p1"

@@ -137,7 +137,13 @@ class Engine:
                 self._draining = True
                 left = list(self._open)
             for sequence in left:
-                self._end(sequence, error=Draining(what=f"engine {self._name}"))
+                self._end(sequence, error=self._farewell())
+
+    def _farewell(self) -> MooncakeError:
+        """Why requests end with the step thread."""
+        if self._stop:
+            return Draining(what=f"engine {self._name}")
+        return MooncakeError(detail="the engine's step thread has ended; its error is in the log")
 
     def _request_stop(self) -> None:
         self._stop = True

@@ -130,9 +130,9 @@ async def run_instance(options: Options, stop: asyncio.Event) -> None:
         )
         log.info("model loaded model=%s s=%.1f", options.model_name, clock.monotonic() - began_s)
         client = _client(options, model)
-        node_id = options.node_id
-        if client is not None and node_id is None:
-            node_id = await _ask_node_id(client, clock)
+        node_id = None  # without a store, no node has this instance's KV
+        if client is not None:
+            node_id = options.node_id or await _ask_node_id(client, clock)
         parts = build(options, model, client, clock)
         if parts.store is not None:
             stack.push_async_callback(asyncio.to_thread, parts.store.close)
@@ -162,6 +162,7 @@ async def run_instance(options: Options, stop: asyncio.Event) -> None:
             await _until(stop, parts.engine)
         # No longer in the cluster: what runs may end, nothing new is taken in.
         server.draining = True
+        log.info("draining requests=%d", parts.engine.open_requests)
         if not await asyncio.to_thread(parts.engine.drain, options.drain_s):
             log.info("requests broken off count=%d", parts.engine.open_requests)
 
@@ -301,7 +302,7 @@ def _record(options: Options, parts: Parts, url: str, node_id: str | None, clock
         role=options.role,
         model=options.model_name,
         engine="reference",
-        node_id=node_id if options.store is not None else None,
+        node_id=node_id,
         namespace=parts.namespace,
         hash_name=HASH_NAME,
         block_tokens=options.block_tokens,

@@ -38,12 +38,24 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return [value / factor for value, factor in zip(plain, factors, strict=True)]
 
 
+# Far beyond any real model: a damaged count must not keep the loader busy for ever, or ask for all memory.
+_LIMITS = {
+    "layers": 1 << 10,
+    "hidden": 1 << 20,
+    "heads": 1 << 12,
+    "kv_heads": 1 << 12,
+    "head_dim": 1 << 12,
+    "ffn": 1 << 22,
+    "vocab": 1 << 24,
+    "context": 1 << 26,
+}
+
+
 def check(config: ModelConfig, path: str) -> ModelConfig:
     """Return `config`; raise `ModelInvalid` when no model can have such a shape."""
-    counts = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context")
-    for name in counts:
-        if getattr(config, name) < 1:
-            raise broken(path, f"its {name} is {getattr(config, name)}")
+    for name, limit in _LIMITS.items():
+        if not 1 <= getattr(config, name) <= limit:
+            raise broken(path, f"its {name} is {getattr(config, name)}, it must be 1 to {limit}")
     if config.heads % config.kv_heads:
         raise broken(path, f"{config.heads} heads cannot share {config.kv_heads} key-value heads")
     if config.head_dim % 2:

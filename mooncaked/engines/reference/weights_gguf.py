@@ -35,14 +35,19 @@ _LAYER_NAMES = {
 class _Reader(GGUFReader):  # type: ignore[misc]
     """The package's reader, made quicker and safer.
 
-    It works on a plain array, since slicing a memmap for each of 100,000 strings takes twice as long. And it
-    stops at the end of the file, beyond which the package reads on, for as long as a damaged length says."""
+    It works on a plain array and makes no views that change nothing: with 100,000 strings in a vocabulary
+    that is most of the time. And it stops at the end of the file, beyond which the package reads on, for as
+    long as a damaged length says."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-        result = super()._get(offset, dtype, count, override_order)
-        if len(result) < count:
-            raise ValueError(f"it ends before byte {offset + 1}")
-        return result
+        kind = np.dtype(dtype)
+        end = int(offset) + kind.itemsize * int(count)
+        part = self._plain[offset:end]
+        if len(part) < end - offset:
+            raise ValueError(f"it ends before byte {end}")
+        values = part.view(kind)
+        order = override_order or self.byte_order
+        return values if order == "I" else values.view(kind.newbyteorder(order))
 
     @property
     def data(self) -> npt.NDArray[np.uint8]:
