@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mooncakectl.commands import block, chat, instance, local, node, status, top, version
+from mooncakectl.commands import bench, block, chat, instance, local, node, simulate, status, top, version
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -33,3 +33,5 @@ for commands in (local, status, top, chat, version):
 app.add_typer(node.app, name="node")
 app.add_typer(instance.app, name="instance")
 app.add_typer(block.app, name="block")
+app.add_typer(simulate.app, name="simulate")
+app.add_typer(bench.app, name="bench")

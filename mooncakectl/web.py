@@ -29,16 +29,25 @@ async def get_json(web: aiohttp.ClientSession, url: str, what: str) -> dict[str,
 
 
 async def post_json(
-    web: aiohttp.ClientSession, url: str, what: str, body: Mapping[str, Any]
+    web: aiohttp.ClientSession,
+    url: str,
+    what: str,
+    body: Mapping[str, Any],
+    headers: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Like `get_json`, with a request body."""
-    return await _request(web, "POST", url, what, body)
+    return await _request(web, "POST", url, what, body, headers)
 
 
 async def _request(
-    web: aiohttp.ClientSession, method: str, url: str, what: str, body: Mapping[str, Any] | None
+    web: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    what: str,
+    body: Mapping[str, Any] | None,
+    headers: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    async with translate(what, url), web.request(method, url, json=body) as response:
+    async with translate(what, url), web.request(method, url, json=body, headers=headers) as response:
         text = await response.text()
         if response.status >= 400:
             raise answered_error(response.status, text, what)

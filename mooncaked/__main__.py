@@ -18,6 +18,7 @@ from mooncaked import log
 from mooncaked.config import Config, load_config
 from mooncaked.config_text import effective, reference, sample
 from mooncaked.errors import ConfigError, MooncakeError
+from mooncaked.failpoints import arm_from_environment
 from mooncaked.lifecycle import Launch, die_with_parent
 from mooncaked.notify import Notifier
 
@@ -44,6 +45,9 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument(
         "--role", choices=("node", "conductor"), default="node", help="conductor: no pool, scheduling only"
+    )
+    result.add_argument(
+        "--cold", action="store_true", help="start with an empty pool: forget what was kept of the last one"
     )
     result.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     action = result.add_mutually_exclusive_group()
@@ -88,7 +92,14 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.parent is not None:
             die_with_parent(arguments.parent, config.node.drain_timeout + _ORPHAN_GRACE_S)
         origin = str(arguments.config or "configuration")
-        launch = Launch(config=config, origin=origin, reread=load, environment=dict(os.environ))
+        arm_from_environment(os.environ)
+        launch = Launch(
+            config=config,
+            origin=origin,
+            reread=load,
+            environment=dict(os.environ),
+            cold=arguments.cold,
+        )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_role(arguments.role, launch))
 

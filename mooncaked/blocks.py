@@ -17,57 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import NoReturn
 
+from mooncaked.block import Block, BlockState, Hold
 from mooncaked.errors import IntegrityError, InvalidRequest
-from mooncaked.keys import show_key
+from mooncaked.namespace import Namespace
 
-
-class BlockState(IntEnum):
-    """Where in its life a block is."""
-
-    ALLOCATED = 0  # has room in the pool, no writer yet
-    FILLING = 1  # a writer puts its bytes in place
-    COMPLETE = 2  # readable; the only visible state
-    EVICTING = 3  # no longer visible, waits for its last reader
-    GONE = 4  # its room is free
-
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """One block. Everything but the counters, the state and what `complete` sets is fixed from the start."""
-
-    namespace: str
-    key: bytes
-    size: int  # bytes of the value
-    parent: bytes | None  # key of the block before it in its prefix chain
-    meta: bytes
-    offset: int  # bytes, in the pool
-    state: BlockState = BlockState.ALLOCATED
-    checksum: int = 0  # XXH3-64, from `complete` on
-    pins: int = 0  # reads in progress
-    children: int = 0  # present blocks that name this one as their parent
-    touched: int = 0  # belongs to the eviction policy
-    used_at_s: float = 0.0  # monotonic time of its last use
-
-    def __repr__(self) -> str:
-        return f"<block {self.namespace}/{show_key(self.key)} {self.state.name} pins={self.pins}>"
+__all__ = ["Block", "BlockState", "BlockTable"]
 
 
 @dataclass(slots=True)
 class _Owner:
     writes: dict[int, Block] = field(default_factory=dict)  # by token
     reads: dict[int, Block] = field(default_factory=dict)  # by pin
-
-
-@dataclass(slots=True)
-class _Space:
-    """The blocks of one namespace."""
-
-    visible: dict[bytes, Block] = field(default_factory=dict)  # COMPLETE
-    pending: dict[bytes, Block] = field(default_factory=dict)  # ALLOCATED or FILLING
-    children: dict[bytes, int] = field(default_factory=dict)  # parent's key -> visible and pending blocks
 
 
 _EMPTY: dict[bytes, Block] = {}
@@ -79,8 +41,9 @@ class BlockTable:
 
     def __init__(self, released: Callable[[Block], None]) -> None:
         self._released = released
-        self._spaces: dict[str, _Space] = {}
+        self._spaces: dict[str, Namespace] = {}
         self._owners: dict[int, _Owner] = {}
+        self._own = 0  # owners that belong to the node itself
         self._last_id = 0  # of owners, tokens and pins
         self._hidden: set[Block] = set()  # EVICTING and pinned
         self.visible_count = 0
@@ -103,8 +66,8 @@ class BlockTable:
 
     @property
     def owner_count(self) -> int:
-        """Owners that have not ended."""
-        return len(self._owners)
+        """Owners that have not ended, but for the node's own."""
+        return len(self._owners) - self._own
 
     def visible(self, namespace: str) -> dict[bytes, Block]:
         """The readable blocks of a namespace by key; not to be changed."""
@@ -115,6 +78,10 @@ class BlockTable:
         """The blocks of a namespace that are not complete yet, by key; not to be changed."""
         space = self._spaces.get(namespace)
         return _EMPTY if space is None else space.pending
+
+    def namespaces(self) -> dict[str, tuple[int, int]]:
+        """Readable blocks and bytes by namespace."""
+        return {name: (len(space.visible), space.visible_bytes) for name, space in self._spaces.items()}
 
     def all_visible(self) -> list[Block]:
         """Every readable block of every namespace."""
@@ -130,7 +97,7 @@ class BlockTable:
         return len(self._owner(owner).reads)
 
     def held(self) -> Iterator[Block]:
-        """Blocks that cannot be evicted, because they are written or read; one may come several times."""
+        """Blocks that are written or read; one may come several times."""
         for space in self._spaces.values():
             yield from space.pending.values()
         for owner in self._owners.values():
@@ -160,11 +127,17 @@ class BlockTable:
 
     # --- owners -------------------------------------------------------------------------------------
 
-    def new_owner(self) -> int:
-        """A number for a new owner, never used before."""
-        owner = self._next_id()
+    def new_owner(self, *, own: bool = False) -> int:
+        """A number for a new owner, never used before. `own`: it is the node."""
+        owner = self.next_id()
         self._owners[owner] = _Owner()
+        self._own += own
         return owner
+
+    def next_id(self) -> int:
+        """A number that names nothing yet: for an owner, a write, a read, or what else an owner has."""
+        self._last_id += 1
+        return self._last_id
 
     def check_owner(self, owner: int) -> None:
         """Raise `InvalidRequest` when the owner has ended or never was."""
@@ -184,34 +157,39 @@ class BlockTable:
     # --- writing ------------------------------------------------------------------------------------
 
     def allocate(
-        self, namespace: str, key: bytes, size: int, parent: bytes | None, meta: bytes, offset: int
+        self,
+        namespace: str,
+        key: bytes,
+        size: int,
+        parent: bytes | None,
+        meta: bytes,
+        offset: int,
+        region: int = 0,
     ) -> Block:
-        """A new ALLOCATED block at `offset`, which its name belongs to from now on."""
-        space = self._spaces.get(namespace)
-        if space is None:
-            space = self._spaces[namespace] = _Space()
-        if key in space.visible or key in space.pending:
-            self._broken(f"{namespace}/{show_key(key)} is allocated twice")
-        block = Block(namespace, key, size, parent, meta, offset)
-        block.children = space.children.get(key, 0)
-        space.pending[key] = block
+        """A new ALLOCATED block at `offset` of `region`, which its name belongs to from now on."""
+        block = Block(namespace, key, size, parent, meta, offset, region)
+        self._space(namespace).enter(block)
         self.pending_count += 1
         self.pending_bytes += size
-        if parent is not None:
-            self._count_child(space, parent, 1)
         return block
+
+    def adopt(self, block: Block) -> None:
+        """Enter a block whose bytes are there already: it is COMPLETE from the first."""
+        block.state = BlockState.COMPLETE
+        self._space(block.namespace).enter(block)
+        self.visible_count += 1
 
     def fill(self, block: Block, owner: int) -> int:
         """ALLOCATED -> FILLING: hand the block to a writer; the token of the write."""
         self._expect(block, BlockState.ALLOCATED)
         writes = self._owner(owner).writes
-        token = self._next_id()
+        token = self.next_id()
         block.state = BlockState.FILLING
         writes[token] = block
         return token
 
-    def complete(self, owner: int, token: int, checksum: int) -> Block:
-        """FILLING -> COMPLETE: the block is readable from now on."""
+    def complete(self, owner: int, token: int, checksum: int | None) -> Block:
+        """FILLING -> COMPLETE: the block is readable from now on. Its checksum may be told later."""
         block = self._owner(owner).writes.pop(token, None)
         if block is None:
             raise InvalidRequest(problem=_unknown("write token", token))
@@ -219,7 +197,7 @@ class BlockTable:
         block.state = BlockState.COMPLETE
         block.checksum = checksum
         self._leave_pending(block)
-        self._spaces[block.namespace].visible[block.key] = block
+        self._spaces[block.namespace].show(block)
         self.visible_count += 1
         return block
 
@@ -245,7 +223,8 @@ class BlockTable:
             self._last_id = pin
             reads[pin] = block
             block.pins += 1
-            if block.pins == 1:
+            block.reads += 1
+            if block.reads == 1:
                 self.pinned_count += 1
                 self.pinned_bytes += block.size
         return list(range(first, first + len(blocks)))
@@ -258,7 +237,8 @@ class BlockTable:
         for pin, block in zip(pins, blocks, strict=True):
             del reads[pin]
             block.pins -= 1
-            if block.pins:
+            block.reads -= 1
+            if block.reads:
                 continue
             self.pinned_count -= 1
             self.pinned_bytes -= block.size
@@ -266,17 +246,28 @@ class BlockTable:
                 self._hidden.remove(block)
                 block.state = BlockState.GONE
                 gone.append(block)
-            else:
+            elif not block.pins:
                 self._released(block)
         return gone
+
+    def hold(self, block: Block, hold: Hold) -> None:
+        """Change how firmly a COMPLETE block stays; with anything but `NONE` it cannot be evicted."""
+        self._expect(block, BlockState.COMPLETE)
+        held, block.hold = block.hold, hold
+        block.pins += (hold is not Hold.NONE) - (held is not Hold.NONE)
+        if not block.pins and held is not Hold.NONE:
+            self._released(block)
 
     def hide(self, block: Block) -> bool:
         """COMPLETE -> EVICTING, and on to GONE when nobody reads it; whether it is GONE."""
         self._expect(block, BlockState.COMPLETE)
-        del self._spaces[block.namespace].visible[block.key]
+        self._spaces[block.namespace].hide(block)
         self.visible_count -= 1
         self._leave_chain(block)
-        if block.pins:
+        if block.hold is not Hold.NONE:
+            block.hold = Hold.NONE
+            block.pins -= 1
+        if block.reads:
             block.state = BlockState.EVICTING
             self._hidden.add(block)
             return False
@@ -292,57 +283,26 @@ class BlockTable:
             pins[block] = pins.get(block, 0) + 1
         written = [block for owner in self._owners.values() for block in owner.writes.values()]
         visible, pending = self.all_visible(), [b for s in self._spaces.values() for b in s.pending.values()]
-        for name, space in self._spaces.items():
-            self._check_space(name, space)
+        for space in self._spaces.values():
+            space.check_integrity()
         for block in [*visible, *pending, *self._hidden]:
-            if block.pins != pins.pop(block, 0):
-                self._broken(f"{block!r} is not pinned that often by owners")
+            if block.reads != pins.pop(block, 0) or block.pins != block.reads + (block.hold is not Hold.NONE):
+                self._broken(f"{block!r} is not pinned that often by owners: {block.reads} reads")
         if pins:
             self._broken(f"owners read blocks that are not there: {list(pins)[:5]}")
         if sorted(map(id, written)) != sorted(id(b) for b in pending if b.state is BlockState.FILLING):
             self._broken(f"owners write {len(written)} blocks, {len(pending)} are pending")
-        if any(b.state is not BlockState.EVICTING or not b.pins for b in self._hidden):
+        if any(b.state is not BlockState.EVICTING or not b.reads for b in self._hidden):
             self._broken("a hidden block is not read")
-        pinned = [block for block in [*visible, *self._hidden] if block.pins]
+        pinned = [block for block in [*visible, *self._hidden] if block.reads]
         pinned_bytes, pending_bytes = (sum(block.size for block in blocks) for blocks in (pinned, pending))
         found = (len(visible), len(pending), len(pinned), pinned_bytes, pending_bytes)
-        counters = (
-            self.visible_count,
-            self.pending_count,
-            self.pinned_count,
-            self.pinned_bytes,
-            self.pending_bytes,
-        )
+        names = ("visible_count", "pending_count", "pinned_count", "pinned_bytes", "pending_bytes")
+        counters = tuple(getattr(self, name) for name in names)
         if found != counters:
-            self._broken(
-                f"visible, pending, pinned, pinned bytes, pending bytes: counted {counters}, found {found}"
-            )
-
-    def _check_space(self, name: str, space: _Space) -> None:
-        children: dict[bytes, int] = {}
-        for blocks, states in (
-            (space.visible, (BlockState.COMPLETE,)),
-            (space.pending, (BlockState.ALLOCATED, BlockState.FILLING)),
-        ):
-            for key, block in blocks.items():
-                if (block.namespace, block.key) != (name, key) or block.state not in states:
-                    self._broken(f"{block!r} is filed under {name}/{show_key(key)}")
-                if block.children != space.children.get(key, 0):
-                    self._broken(
-                        f"{block!r} counts {block.children} children of {space.children.get(key, 0)}"
-                    )
-                if block.parent is not None:
-                    children[block.parent] = children.get(block.parent, 0) + 1
-        if children != space.children or space.visible.keys() & space.pending.keys():
-            self._broken(f"namespace {name}: the index of children is off, or a key is there twice")
-        if not space.visible and not space.pending:
-            self._broken(f"namespace {name} is empty but kept")
+            self._broken(f"{names}: counted {counters}, found {found}")
 
     # --- internals ----------------------------------------------------------------------------------
-
-    def _next_id(self) -> int:
-        self._last_id += 1
-        return self._last_id
 
     def _owner(self, owner: int) -> _Owner:
         found = self._owners.get(owner)
@@ -359,28 +319,19 @@ class BlockTable:
         self.pending_count -= 1
         self.pending_bytes -= block.size
 
+    def _space(self, namespace: str) -> Namespace:
+        space = self._spaces.get(namespace)
+        if space is None:
+            space = self._spaces[namespace] = Namespace(namespace)
+        return space
+
     def _leave_chain(self, block: Block) -> None:
         """A block that held its name until now no longer counts as a child; an empty namespace goes."""
         space = self._spaces[block.namespace]
-        if block.parent is not None:
-            self._count_child(space, block.parent, -1)
-        if not space.visible and not space.pending:
+        if block.parent is not None and (leaf := space.count_child(block.parent, -1)) is not None:
+            self._released(leaf)
+        if not space:
             del self._spaces[block.namespace]
-
-    def _count_child(self, space: _Space, parent: bytes, change: int) -> None:
-        count = space.children.get(parent, 0) + change
-        if count:
-            space.children[parent] = count
-        else:
-            del space.children[parent]
-        block = space.visible.get(parent)
-        if block is None:
-            block = space.pending.get(parent)
-        if block is None:
-            return
-        block.children = count
-        if not count and block.state is BlockState.COMPLETE:
-            self._released(block)
 
     def _broken(self, detail: str) -> NoReturn:
         raise IntegrityError(what="block table", detail=detail)

@@ -25,7 +25,15 @@ BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
 STEADY_S = 60.0  # a child that ran this long failed for a new reason: the back-off begins anew
 STOP_MARGIN_S = 5.0  # what a child may take beyond node.drain_timeout before it is killed
-_NOT_FOR_CHILDREN = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID")
+_NOT_FOR_CHILDREN = (
+    "NOTIFY_SOCKET",
+    "WATCHDOG_USEC",
+    "WATCHDOG_PID",
+    "LISTEN_FDS",
+    "LISTEN_PID",
+    "LISTEN_FDNAMES",
+    "FDSTORE",
+)
 
 
 class ChildState(msgspec.Struct, frozen=True, kw_only=True):

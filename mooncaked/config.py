@@ -1,8 +1,9 @@
 """The daemon's configuration: every key, its meaning, unit, default, and whether it applies live.
 
-The structs below are the one source. `etc/mooncaked.toml`, `--print-config` and docs/configuration.md are
-made from them (`mooncaked.config_text`). Values come, later ones over earlier ones, from the defaults here,
-the TOML file, `MOONCAKED_<SECTION>_<KEY>` in the environment, and `--set section.key=value`.
+The structs of `mooncaked.config_keys` are the one source: `etc/mooncaked.toml`, `--print-config` and
+docs/configuration.md are made from them (`mooncaked.config_text`). Values come, later ones over earlier
+ones, from the defaults there, the TOML file, `MOONCAKED_<SECTION>_<KEY>` in the environment, and
+`--set section.key=value`.
 
 Leases. Of a lease's `ttl`, a keepalive is sent every ttl/3, may take ttl/6 at one etcd member before the next
 is asked, and the holder stops to rely on the lease ttl/5 (the margin, for clock drift and pauses) before etcd
@@ -20,242 +21,59 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
 
-import msgspec
-
+from mooncaked.config_keys import (
+    ADMISSIONS,
+    POLICIES,
+    REGIONS_MAX,
+    ConductorConfig,
+    Config,
+    DramConfig,
+    EtcdConfig,
+    ListenConfig,
+    LogConfig,
+    NamespacesConfig,
+    NodeConfig,
+    SsdConfig,
+)
 from mooncaked.errors import ConfigError
-from mooncaked.settings import Key, Section, build, from_environment, from_overrides, read_toml
-from mooncaked.units import format_duration, split_address
+from mooncaked.settings import build, from_environment, from_overrides, read_toml
+from mooncaked.units import (
+    format_duration,
+    format_size,
+    parse_duration,
+    parse_ranges,
+    parse_size,
+    split_address,
+)
 
-POLICIES = ("algorithm1", "random", "round-robin", "least-load", "prefix-only")
-ADMISSIONS = ("off", "baseline", "early", "predicted")
+__all__ = [
+    "ADMISSIONS",
+    "POLICIES",
+    "REGIONS_MAX",
+    "ConductorConfig",
+    "Config",
+    "DramConfig",
+    "EtcdConfig",
+    "ListenConfig",
+    "LogConfig",
+    "NamespacesConfig",
+    "NodeConfig",
+    "SsdConfig",
+    "check",
+    "endpoint_address",
+    "load_config",
+    "quotas",
+    "ssd_devices",
+    "ttls_s",
+]
+
+SEGMENTS_MIN = 4  # that a disk must have room for
 GRANT_SHARE_MAX = 7 / 15  # of a lease's ttl: what a request to etcd may take, see above
 SOCKET_PATH_BYTES_MAX = 107  # of sockaddr_un
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-
-class NodeConfig(Section, frozen=True, kw_only=True):
-    """Who this node is."""
-
-    id: Annotated[
-        str, Key(kind="text", doc="Name of the node. Empty: made once and kept in state_dir/node-id.")
-    ] = ""
-    state_dir: Annotated[Path, Key(kind="path", doc="Where the node keeps what must survive a restart.")] = (
-        Path("/var/lib/mooncaked")
-    )
-    labels: Annotated[
-        dict[str, str],
-        Key(
-            kind="table",
-            live=True,
-            doc='Free labels for placement, for example { zone = "a", rack = "r12" }.',
-        ),
-    ] = msgspec.field(default_factory=dict)
-    advertise_host: Annotated[
-        str, Key(kind="text", doc="Host name or address that other nodes reach this one by. Empty: guessed.")
-    ] = ""
-    drain_timeout: Annotated[
-        float,
-        Key(
-            kind="duration",
-            live=True,
-            low=0,
-            high=3600,
-            doc="How long SIGTERM waits for readers and transfers that are under way, before it ends them.",
-        ),
-    ] = 5.0
-
-
-class ListenConfig(Section, frozen=True, kw_only=True):
-    """Where the node listens."""
-
-    client_socket: Annotated[Path, Key(kind="path", doc="Unix socket for the engines on this node.")] = Path(
-        "/run/mooncaked/client.sock"
-    )
-    peer: Annotated[
-        str, Key(kind="text", doc="host:port for other nodes and conductors. Port 0: any free one.")
-    ] = "0.0.0.0:7801"
-    http: Annotated[
-        str, Key(kind="text", doc="host:port of /livez, /readyz, /healthz, /metrics and /v1/status.")
-    ] = "127.0.0.1:7802"
-    token_file: Annotated[
-        Path | None,
-        Key(
-            kind="path",
-            doc="File with the secret that peers and clients must show, one for the cluster. Empty: none.",
-        ),
-    ] = None
-
-
-class DramConfig(Section, frozen=True, kw_only=True):
-    """The pool of host memory that blocks live in."""
-
-    size: Annotated[
-        int,
-        Key(
-            kind="size",
-            low=1 << 20,
-            doc="Memory of the pool, taken and touched at start. Units: B KiB MiB GiB TiB.",
-        ),
-    ] = 4 << 30
-    high_watermark: Annotated[
-        float,
-        Key(
-            kind="number",
-            live=True,
-            low=0.01,
-            high=1,
-            doc="Share of the pool in use at which eviction starts.",
-        ),
-    ] = 0.95
-    low_watermark: Annotated[
-        float,
-        Key(
-            kind="number",
-            live=True,
-            low=0.01,
-            high=1,
-            doc="Share of the pool in use at which eviction stops.",
-        ),
-    ] = 0.90
-    prefault_threads: Annotated[
-        int, Key(kind="count", low=1, high=256, doc="Threads that touch the pool's pages at start.")
-    ] = 4
-
-
-class EtcdConfig(Section, frozen=True, kw_only=True):
-    """The etcd cluster that nodes, instances and the leader are recorded in."""
-
-    endpoints: Annotated[
-        list[str],
-        Key(
-            kind="texts",
-            doc="Members of the etcd cluster, each host:port. TLS with ca_file or https://host:port.",
-        ),
-    ] = msgspec.field(default_factory=lambda: ["127.0.0.1:2379"])
-    prefix: Annotated[
-        str, Key(kind="text", doc="Where in etcd this cluster lives. Two clusters need two prefixes.")
-    ] = "/mooncake"
-    ca_file: Annotated[
-        Path | None, Key(kind="path", doc="CA certificate (PEM) that etcd's certificate is checked against.")
-    ] = None
-    cert_file: Annotated[
-        Path | None, Key(kind="path", doc="Client certificate (PEM) shown to etcd. Needs key_file.")
-    ] = None
-    key_file: Annotated[Path | None, Key(kind="path", doc="Private key (PEM) of cert_file.")] = None
-    user: Annotated[str, Key(kind="text", doc="etcd user. Needs password_file. Empty: no log-in.")] = ""
-    password_file: Annotated[Path | None, Key(kind="path", doc="File with the password of user.")] = None
-    lease_ttl: Annotated[
-        float,
-        Key(
-            kind="duration",
-            low=2,
-            high=3600,
-            doc="How long after its last sign of life a node counts as lost. Whole seconds.",
-        ),
-    ] = 10.0
-    request_timeout: Annotated[
-        float,
-        Key(
-            kind="duration",
-            low=0.1,
-            high=60,
-            doc="Limit of one request to etcd. Under 7/15 of lease_ttl: a slow grant still leaves a lease.",
-        ),
-    ] = 3.0
-
-
-class ConductorConfig(Section, frozen=True, kw_only=True):
-    """The conductor candidate of this node: scheduler and OpenAI-compatible gateway."""
-
-    enabled: Annotated[
-        bool, Key(kind="flag", doc="Run a candidate, in a process of its own, beside the node.")
-    ] = True
-    listen: Annotated[
-        str, Key(kind="text", doc="host:port of the gateway and the scheduling API. Port 0: any free one.")
-    ] = "0.0.0.0:7803"
-    lease_ttl: Annotated[
-        float,
-        Key(
-            kind="duration",
-            low=2,
-            high=60,
-            doc="How long after its last sign of life a leader is replaced. Whole seconds.",
-        ),
-    ] = 2.0
-    policy: Annotated[
-        str, Key(kind="text", choices=POLICIES, doc="How instances are chosen for a request.")
-    ] = "algorithm1"
-    balancing_threshold: Annotated[
-        float,
-        Key(
-            kind="number",
-            low=1,
-            doc="algorithm1: pull from a peer whose prefix is longer than the local one by this factor.",
-        ),
-    ] = 4.0
-    admission: Annotated[
-        str,
-        Key(
-            kind="text",
-            choices=ADMISSIONS,
-            doc="Refuse at arrival: off, baseline (queue limits), early (load now), predicted (load then).",
-        ),
-    ] = "predicted"
-    slo_ttft: Annotated[
-        float, Key(kind="duration", live=True, low=0.001, doc="Promise: time to the first token.")
-    ] = 30.0
-    slo_tbt: Annotated[
-        float, Key(kind="duration", live=True, low=0.001, doc="Promise: time between two tokens.")
-    ] = 0.1
-    body_max: Annotated[
-        int, Key(kind="size", low=1 << 10, high=1 << 30, doc="Largest request body that the gateway reads.")
-    ] = 16 << 20
-    request_timeout: Annotated[
-        float, Key(kind="duration", low=1, doc="Limit of one request, from arrival to its last token.")
-    ] = 600.0
-    index_blocks_max: Annotated[
-        int, Key(kind="count", low=1000, doc="Blocks that the prefix index remembers; about 100 bytes each.")
-    ] = 10_000_000
-
-
-class LogConfig(Section, frozen=True, kw_only=True):
-    """The log, on standard error."""
-
-    level: Annotated[
-        str,
-        Key(
-            kind="text",
-            live=True,
-            choices=("debug", "info", "warning", "error"),
-            doc="Least serious line to log.",
-        ),
-    ] = "info"
-    format: Annotated[
-        str,
-        Key(
-            kind="text",
-            live=True,
-            choices=("text", "json"),
-            doc="text (key=value) or json (one object a line).",
-        ),
-    ] = "text"
-
-
-class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it. `Config()` is the defaults."""
-
-    node: NodeConfig = NodeConfig()
-    listen: ListenConfig = ListenConfig()
-    dram: DramConfig = DramConfig()
-    etcd: EtcdConfig = EtcdConfig()
-    conductor: ConductorConfig = ConductorConfig()
-    log: LogConfig = LogConfig()
-
-
-# --- load --------------------------------------------------------------------------------------------------
 
 ENVIRONMENT_PREFIX = "MOONCAKED_"
 
@@ -283,7 +101,7 @@ def check(config: Config, origin: str) -> None:
     def refuse(key: str, problem: str, remedy: str) -> ConfigError:
         return ConfigError(file=origin, key=key, problem=problem, remedy=remedy)
 
-    for rule in (_check_names, _check_addresses, _check_paths, _check_watermarks, _check_leases, _check_etcd):
+    for rule in RULES:
         rule(config, refuse)
 
 
@@ -344,6 +162,13 @@ def _check_watermarks(config: Config, refuse: Refuse) -> None:
         )
 
 
+def _check_regions(config: Config, refuse: Refuse) -> None:
+    try:
+        parse_ranges(config.dram.numa)
+    except ValueError as error:
+        raise refuse("dram.numa", str(error), 'Write the nodes as in "0" or "0-1,3"') from error
+
+
 def _check_leases(config: Config, refuse: Refuse) -> None:
     for key, ttl in {
         "etcd.lease_ttl": config.etcd.lease_ttl,
@@ -390,3 +215,76 @@ def _check_etcd(config: Config, refuse: Refuse) -> None:
             raise refuse(
                 f"etcd.{one}", f"it needs etcd.{other}, which is not set", f"Set etcd.{other} as well"
             )
+
+
+def quotas(config: Config) -> dict[str, int]:
+    """Bytes by namespace; raises `ValueError` where one is no size."""
+    return {name: parse_size(text) for name, text in config.namespaces.quotas.items()}
+
+
+def ttls_s(config: Config) -> dict[str, float]:
+    """Seconds by namespace; raises `ValueError` where one is no duration."""
+    return {name: parse_duration(text) for name, text in config.namespaces.ttls.items()}
+
+
+def _check_namespaces(config: Config, refuse: Refuse) -> None:
+    for key, read, example in (("quotas", quotas, "10GiB"), ("ttls", ttls_s, "1h")):
+        try:
+            values = read(config)
+        except ValueError as error:
+            raise refuse(
+                f"namespaces.{key}", str(error), f'Write {{ "tenant/model" = "{example}" }}'
+            ) from error
+        if any(not name or value <= 0 for name, value in values.items()):
+            raise refuse(f"namespaces.{key}", "a name is empty, or a value is not over 0", "Leave it out")
+
+
+def _check_gpu(config: Config, refuse: Refuse) -> None:
+    devices = config.gpu.devices
+    for device in devices:
+        if device != "cpu" and not re.fullmatch(r"cuda:\d+", device):
+            remedy = 'Write "cuda:0", "cuda:1" and so on'
+            raise refuse("gpu.devices", f"{device!r} is no name of a device", remedy)
+        if devices.count(device) > 1:
+            raise refuse("gpu.devices", f"{device!r} comes twice", "Name each device once")
+    if config.gpu.size % 4096:
+        problem = f"{config.gpu.size} bytes are no multiple of 4 KiB"
+        raise refuse("gpu.size", problem, "Round it, for example to whole MiB")
+
+
+def ssd_devices(config: Config) -> dict[Path, int]:
+    """Bytes by directory; raises `ValueError` where one is no size."""
+    return {Path(name): parse_size(text) for name, text in config.ssd.devices.items()}
+
+
+def _check_ssd(config: Config, refuse: Refuse) -> None:
+    try:
+        devices = ssd_devices(config)
+    except ValueError as error:
+        raise refuse("ssd.devices", str(error), 'Write { "/mnt/nvme0" = "1TiB" }') from error
+    if any(not directory.is_absolute() for directory in devices):
+        raise refuse("ssd.devices", "a directory is no absolute path", "Begin it with a slash")
+    if len({str(directory) for directory in devices}) < len(config.ssd.devices):
+        raise refuse("ssd.devices", "a directory comes twice", "Give each disk one directory")
+    segment = config.ssd.segment_size
+    if segment % 4096:
+        raise refuse("ssd.segment_size", f"{segment} bytes are no whole pages", "Use a multiple of 4KiB")
+    for directory, size in devices.items():
+        if size < SEGMENTS_MIN * segment:
+            least = format_size(SEGMENTS_MIN * segment)
+            problem = f"{directory} has room for less than {SEGMENTS_MIN} segments"
+            raise refuse("ssd.devices", problem, f"Give it {least} at least, or lower ssd.segment_size")
+
+
+RULES = (
+    _check_names,
+    _check_addresses,
+    _check_paths,
+    _check_watermarks,
+    _check_regions,
+    _check_gpu,
+    _check_leases,
+    _check_etcd,
+    _check_namespaces,
+    _check_ssd,
+)

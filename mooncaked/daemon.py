@@ -1,59 +1,31 @@
-"""One node: every part built by hand in start order, run under one task group, closed in reverse.
+"""The life of one node: built (`mooncaked.assembly`), run under one task group, drained, closed in reverse.
 
-    state directory, pool, store            what the node is
-    etcd session, view, registration        how others know of it
-    fetcher, peers, engines, http           whom it serves; a port that is taken ends the start here
-    conductor                               a process of its own
-
-The pool's memory is taken in threads after that, so that the node is registered, answers probes and serves
-while that goes on. The phase says so to others.
+The pool's memory is taken in threads after the start, so that the node is registered, answers probes and
+serves while that goes on. The phase says so to others. The conductor is a process of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import threading
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
-import msgspec
-from prometheus_client import CollectorRegistry
-
 from mooncaked import log as logs
 from mooncaked import observe
-from mooncaked.api.counters import ApiCounters
-from mooncaked.api.fetch import Fetcher
-from mooncaked.api.http import NodeHttp
-from mooncaked.api.peer import PeerServer
-from mooncaked.api.protocol import RegionInfo
-from mooncaked.api.session import SharedRegion
-from mooncaked.api.unix import ClientServer
-from mooncaked.child import ConductorChild
-from mooncaked.clock import Clock, Deadline, SystemClock
-from mooncaked.cluster.connect import connect
-from mooncaked.cluster.etcd import EtcdSession
-from mooncaked.cluster.keys import node_key
-from mooncaked.cluster.registry import Registration
-from mooncaked.cluster.view import ClusterView
-from mooncaked.config import Config
-from mooncaked.errors import Unhealthy
-from mooncaked.host import StateDir, advertised_host, read_secret
-from mooncaked.lifecycle import Heart, Launch, LiveConfig, Signals
-from mooncaked.locate import Locator
-from mooncaked.metrics import Readings
-from mooncaked.notify import Notifier
-from mooncaked.pools.dram import DramPool
-from mooncaked.store import Store
-from mooncaked.transports.tcp import TcpTransport
+from mooncaked.assembly import Assembly, build, for_child
+from mooncaked.clock import Deadline
+from mooncaked.config import Config, quotas, ttls_s
+from mooncaked.lifecycle import Launch, LiveConfig, Signals
 from mooncaked.types import NodePhase
-from mooncaked.units import format_size, join_address, split_address
+from mooncaked.units import format_size
+from mooncaked.upkeep import Upkeep
+from mooncaked.verifier import Verifier
 
 log = logging.getLogger(__name__)
 
-REGION = 0  # the DRAM pool's number
 _EVICT_EVERY_S = 0.1
 _STATUS_EVERY_S = 1.0
 _IDLE_POLL_S = 0.05
@@ -65,11 +37,15 @@ async def run_node(launch: Launch) -> None:
     signals = Signals()
     signals.install()
     async with AsyncExitStack() as stack:
-        node = await build(launch, stack)
+        node = Node(launch, await build(launch, stack))
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(part) for part in node.background()]
             conducting = tasks.create_task(node.conduct(), name="conductor")
+            opening = tasks.create_task(node.parts.opening.run())
             if await node.take_memory(signals.stop):
+                await opening
+                await node.settle()
+                running.append(tasks.create_task(node.resizer.run()))
                 node.enter(NodePhase.READY)
                 node.notifier.ready(observe.status_line(node.parts))
             while await signals.next():
@@ -77,6 +53,7 @@ async def run_node(launch: Launch) -> None:
                 node.notifier.ready(node.config.reload())
             node.notifier.stopping("draining")
             node.enter(NodePhase.DRAINING)
+            await opening
             await node.drain(conducting, signals.hurry)
             for task in running:
                 task.cancel()
@@ -86,17 +63,27 @@ async def run_node(launch: Launch) -> None:
 class Node:
     """The parts of a running node that its life deals with."""
 
-    def __init__(self, launch: Launch, notifier: Notifier, pool: DramPool, parts: observe.Parts) -> None:
-        self.notifier = notifier
-        self.parts = parts
+    def __init__(self, launch: Launch, assembly: Assembly) -> None:
+        self.notifier = assembly.notifier
+        self.parts = assembly.parts
         self.config = LiveConfig(launch, self._apply)
         self._environment = launch.environment
-        self._clock = parts.clock
-        self._pool = pool
+        self._clock = self.parts.clock
+        self.resizer = assembly.resizer
+        self._memory = assembly.memory
+        self._pages = assembly.pages
 
     def background(self) -> list[Coroutine[Any, Any, None]]:
         """What runs as long as the node does."""
-        return [self.parts.heart.run(), self.parts.view.run(), self._evict(), self._report()]
+        store, clock = self.parts.store, self._clock
+        upkeep = Upkeep(Verifier(store, clock), self._memory.journal, clock)
+        return [
+            self.parts.heart.run(),
+            self.parts.view.run(),
+            self._evict(),
+            self._report(),
+            upkeep.run(),
+        ]
 
     async def conduct(self) -> None:
         """Keep the conductor process, where there is to be one."""
@@ -110,12 +97,12 @@ class Node:
         self.parts.registration.update()
 
     async def take_memory(self, stop: asyncio.Event) -> bool:
-        """Put the pool's pages in place, in threads; False when `stop` came first.
+        """Put the pool's pages in place, and open the GPUs, in threads; False when `stop` came first.
 
-        Raises `NotEnoughMemory` when there turns out to be too little."""
+        Raises `NotEnoughMemory` when there turns out to be too little, and what `Gpus.open` raises."""
         halt = threading.Event()
         stopping = asyncio.create_task(stop.wait())
-        taking = asyncio.create_task(asyncio.to_thread(self._pool.prefault, self._took, halt))
+        taking = asyncio.create_task(asyncio.to_thread(self._take, halt))
         try:
             await asyncio.wait({stopping, taking}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -123,6 +110,18 @@ class Node:
             halt.set()  # also when this task is cancelled: no thread may outlive the pool
             taken = await asyncio.shield(taking)
         return taken
+
+    async def settle(self) -> None:
+        """Wait until nobody of the life before can still write into the pool."""
+        await self._clock.sleep(max(0.0, self._memory.quiet_until_s - self._clock.monotonic()))
+
+    def _take(self, halt: threading.Event) -> bool:
+        """The work of `take_memory`, in a thread."""
+        return self._memory.prefault(self._took, halt) and self.parts.gpus.open(self._go_on, halt)
+
+    def _go_on(self, done: int, size: int) -> None:
+        """Progress with the memory of GPUs, on that thread."""
+        self.notifier.extend_start(_MORE_TIME_S)
 
     def _took(self, done: int, size: int) -> None:
         """Progress of `take_memory`, on its thread."""
@@ -137,6 +136,8 @@ class Node:
         or until `hurry`."""
         conducting.cancel()
         await self._idle(hurry)
+        left_s = 0.0 if hurry.is_set() else self.config.current.node.drain_timeout
+        await asyncio.to_thread(self.parts.tiers.drain, Deadline(self._clock, left_s))
         hurrying = asyncio.create_task(hurry.wait())
         await asyncio.wait({conducting, hurrying}, return_when=asyncio.FIRST_COMPLETED)
         if self.parts.child is not None:
@@ -146,9 +147,10 @@ class Node:
 
     async def _idle(self, hurry: asyncio.Event) -> None:
         deadline = Deadline(self._clock, self.config.current.node.drain_timeout)
-        while (stats := self.parts.store.stats()).pinned or stats.filling:
+        store, pages, gpus = self.parts.store, self._pages, self.parts.gpus
+        while (pinned := (stats := store.stats()).pinned + pages.viewing() + gpus.pinned) or stats.filling:
             if hurry.is_set() or deadline.passed():
-                log.warning("drain cut short pinned=%d filling=%d", stats.pinned, stats.filling)
+                log.warning("drain cut short pinned=%d filling=%d", pinned, stats.filling)
                 return
             await self._clock.sleep(_IDLE_POLL_S)
 
@@ -156,16 +158,21 @@ class Node:
         """Apply what applies live; called by a reload that has changed something."""
         logs.set_up(config.log.level, config.log.format, self._environment)
         self.parts.store.set_watermarks(config.dram.high_watermark, config.dram.low_watermark)
+        self.parts.store.set_namespaces(quotas(config), ttls_s(config))
+        self.parts.tiers.set_rate(config.ssd.write_bandwidth)
         self.parts.state.labels = config.node.labels
         if self.parts.child is not None:
-            self.parts.child.reload(_for_child(config, self.parts.identity.node_id))
+            self.parts.child.reload(for_child(config, self.parts.identity.node_id))
         self.parts.registration.update()
 
     async def _evict(self) -> None:
         """Keep the pool below its high watermark, ahead of need."""
         while True:
             await self._clock.sleep(_EVICT_EVERY_S)
-            await asyncio.to_thread(self.parts.store.evict_to_low)
+            await asyncio.to_thread(self.parts.store.look_after)
+            if self.parts.gpus.tier is not None:
+                await asyncio.to_thread(self.parts.gpus.promote)
+            await asyncio.to_thread(self.parts.tiers.evict)
 
     async def _report(self) -> None:
         """Keep systemd's status line current."""
@@ -175,157 +182,3 @@ class Node:
                 self.notifier.status(line)
                 told = line
             await self._clock.sleep(_STATUS_EVERY_S)
-
-
-async def build(launch: Launch, stack: AsyncExitStack) -> Node:
-    """Every part, in start order; `stack` closes them in reverse. Raises `MooncakeError` for what cannot be:
-    a port or socket that is taken, a directory or file that cannot be used, memory that is not there."""
-    config, clock = launch.config, SystemClock()
-    notifier = Notifier(launch.environment)
-    stack.callback(notifier.close)
-    directory = StateDir(config.node.state_dir)
-    stack.callback(directory.close)
-    node_id = config.node.id or directory.node_id()
-    pool = DramPool(config.dram.size, REGION, prefault_threads=config.dram.prefault_threads)
-    stack.callback(pool.close)
-    store = _store(config, pool, clock)
-    stack.callback(store.close)
-    session = connect(config.etcd, clock)
-    await session.start()
-    stack.push_async_callback(session.close)
-    parts = _parts(launch, node_id, store, session, notifier, clock)
-    await _listen(launch, parts, pool, stack)
-    parts.registration.start()
-    stack.push_async_callback(parts.registration.close)
-    return Node(launch, notifier, pool, parts)
-
-
-def _store(config: Config, pool: DramPool, clock: Clock) -> Store:
-    marks = config.dram
-    return Store(
-        pool,
-        high_watermark=marks.high_watermark,
-        low_watermark=marks.low_watermark,
-        epoch=secrets.randbits(63),
-        clock=clock,
-    )
-
-
-def _parts(
-    launch: Launch, node_id: str, store: Store, session: EtcdSession, notifier: Notifier, clock: Clock
-) -> observe.Parts:
-    """What the node knows of the cluster and of itself; nothing of it runs yet."""
-    config = launch.config
-    identity = observe.Identity(
-        node_id=node_id,
-        epoch=store.epoch,
-        started_at_s=clock.wall(),
-        client_socket=str(config.listen.client_socket),
-        capacity_bytes=store.stats().capacity_bytes,
-    )
-    state = observe.NodeState(config.node.labels)
-
-    def check_leases() -> None:
-        if not session.keepers_alive:
-            raise Unhealthy(what="a lease", cause="the thread that keeps it alive has ended")
-
-    checks = {"store": lambda: observe.check_store(store), "leases": check_leases}
-    key = node_key(config.etcd.prefix, node_id)
-    return observe.Parts(
-        clock=clock,
-        identity=identity,
-        state=state,
-        store=store,
-        registration=Registration(
-            session, config.etcd.lease_ttl, key, lambda: observe.node_record(identity, state), clock=clock
-        ),
-        view=ClusterView(session, config.etcd.prefix, clock=clock),
-        heart=Heart(checks, notifier, clock),
-        child=_child(launch, node_id, clock),
-    )
-
-
-def _child(launch: Launch, node_id: str, clock: Clock) -> ConductorChild | None:
-    """The conductor, which stands under this node's name and is reached by the same host."""
-    if not launch.config.conductor.enabled:
-        return None
-    return ConductorChild(_for_child(launch.config, node_id), clock, launch.environment)
-
-
-def _for_child(config: Config, node_id: str) -> Config:
-    host = advertised_host(config, config.conductor.listen)
-    node = msgspec.structs.replace(config.node, id=node_id, advertise_host=host)
-    return msgspec.structs.replace(config, node=node)
-
-
-async def _listen(launch: Launch, parts: observe.Parts, pool: DramPool, stack: AsyncExitStack) -> None:
-    """Bind every port, and begin to serve; tells `parts.state` the addresses."""
-    config, node_id, clock = launch.config, parts.identity.node_id, parts.clock
-    token = read_secret(config.listen.token_file, launch.origin, "listen.token_file")
-    registry = CollectorRegistry()
-    registry.register(Readings(observe.readings(parts)))
-    counters = ApiCounters(registry)
-    fetcher = _fetcher(parts, token, counters, stack)
-    peers = PeerServer(
-        parts.store,
-        node_id=node_id,
-        address=config.listen.peer,
-        token=token,
-        fetch=fetcher.fetch_from_thread,
-        counters=counters,
-        clock=clock,
-    )
-    peers_at = peers.start()
-    stack.push_async_callback(asyncio.to_thread, peers.close)
-    engines = ClientServer(
-        parts.store,
-        fetcher,
-        [SharedRegion(RegionInfo(region=REGION, size=pool.size), pool.fd)],
-        node_id=node_id,
-        path=config.listen.client_socket,
-        token=token,
-        counters=counters,
-        clock=clock,
-    )
-    await engines.start()
-    stack.push_async_callback(engines.close)
-    http = NodeHttp(
-        config.listen.http,
-        registry,
-        ready=lambda: observe.not_ready(parts),
-        live=parts.heart.alive,
-        status=lambda: observe.status(parts),
-    )
-    http_at = await http.start()
-    stack.push_async_callback(http.close)
-    parts.state.peer_address = _reachable(config, config.listen.peer, peers_at)
-    parts.state.http_address = _reachable(config, config.listen.http, http_at)
-    socket_path = config.listen.client_socket
-    log.info("serving node=%s peers=%s http=%s engines=%s", node_id, peers_at, http_at, socket_path)
-
-
-def _fetcher(
-    parts: observe.Parts, token: str | None, counters: ApiCounters, stack: AsyncExitStack
-) -> Fetcher:
-    """What brings blocks here from the nodes that the cluster knows."""
-    view, node_id = parts.view, parts.identity.node_id
-    locator = Locator(lambda: view.leader.record.gateway_url if view.leader else None)
-    stack.push_async_callback(locator.close)
-    transport = TcpTransport(node_id, token, clock=parts.clock)
-    fetcher = Fetcher(
-        parts.store,
-        transport,
-        lambda other: node.peer_address if (node := view.nodes.get(other)) else None,
-        locator.locate,
-        node_id=node_id,
-        counters=counters,
-        clock=parts.clock,
-    )
-    stack.push_async_callback(fetcher.close)
-    stack.callback(transport.close)
-    return fetcher
-
-
-def _reachable(config: Config, wanted: str, bound: str) -> str:
-    """How others reach the listener that was asked for as `wanted` and is bound to `bound`."""
-    return join_address(advertised_host(config, wanted), split_address(bound)[1])

@@ -68,6 +68,28 @@ control group more memory."""
     exit_code = 3
 
 
+class GpuUnavailable(MooncakeError):
+    """The GPU device {device} cannot be used: {cause}. {remedy}"""
+
+    code = "gpu_unavailable"
+    exit_code = 3
+
+
+class NotEnoughGpuMemory(MooncakeError):
+    """A GPU pool of {size} bytes does not fit on {device}: of its {total} bytes, {free} are free. \
+Lower {key}, or stop what else uses the device."""
+
+    code = "not_enough_gpu_memory"
+    exit_code = 3
+
+
+class GpuFailed(MooncakeError):
+    """{device}: {operation} failed: {cause}."""
+
+    code = "gpu_failed"
+    exit_code = 10
+
+
 class ModelInvalid(MooncakeError):
     """{path} cannot be served as a model: {problem}. {remedy}"""
 

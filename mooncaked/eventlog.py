@@ -16,6 +16,7 @@ class EventLog(Generic[E]):
         self.limit = limit
         self.sequence = 0
         self._ring: list[E] = []  # event n is at (n - 1) % limit
+        self._cut = 0  # events up to this number are not given out any more
 
     def append(self, event: E) -> None:
         """Number `event` and keep it; the oldest one goes when the ring is full."""
@@ -25,10 +26,15 @@ class EventLog(Generic[E]):
             self._ring[self.sequence % self.limit] = event
         self.sequence += 1
 
+    def cut(self, event: E) -> None:
+        """Number `event` and give it out to nobody: every reader needs a snapshot now."""
+        self.append(event)
+        self._cut = self.sequence
+
     def since(self, sequence: int, count_max: int) -> list[E] | None:
         """The first `count_max` events after number `sequence`, oldest first. None when some of them are gone
         from the ring, or when `sequence` is none of this log's numbers: the reader then needs a snapshot."""
-        oldest_known = self.sequence - len(self._ring)
+        oldest_known = max(self._cut, self.sequence - len(self._ring))
         if not oldest_known <= sequence <= self.sequence:
             return None
         count = min(self.sequence - sequence, count_max)

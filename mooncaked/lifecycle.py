@@ -36,6 +36,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     origin: str  # the file, for messages
     reread: Callable[[], Config]  # the configuration as it is now on disk; raises `ConfigError`
     environment: dict[str, str]
+    cold: bool = False  # forget the memory that was kept over the restart
 
 
 class LiveConfig:

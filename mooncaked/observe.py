@@ -13,9 +13,13 @@ from mooncaked.clock import Clock
 from mooncaked.cluster.registry import Registration
 from mooncaked.cluster.view import ClusterView
 from mooncaked.errors import Unhealthy
+from mooncaked.gpu.readings import readings as gpu_readings
 from mooncaked.lifecycle import Heart
 from mooncaked.metrics import Reading
 from mooncaked.store import Store
+from mooncaked.tiers import Opening, Tiers, TiersStatus, disk_problems, tiers_status
+from mooncaked.tiers import readings as tiers_readings
+from mooncaked.tiers.gpus import Gpus, GpusStatus
 from mooncaked.types import NodePhase, NodeRecord, Tier
 from mooncaked.units import format_size
 
@@ -28,6 +32,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     started_at_s: float  # Unix time
     client_socket: str
     capacity_bytes: int
+    ssd_bytes: int = 0  # that blocks may have on disks
+    gpu_bytes: int = 0  # in the memory of GPUs
 
 
 class NodeState:
@@ -39,6 +45,7 @@ class NodeState:
         self.peer_address = ""  # "host:port" as others reach it, once it is bound
         self.http_address = ""
         self.prefaulted_bytes = 0  # written by the thread that takes the pool's memory
+        self.capacity_bytes: int | None = None  # of the pool; None: as it began
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +59,9 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     view: ClusterView
     heart: Heart
     child: ConductorChild | None
+    tiers: Tiers
+    opening: Opening
+    gpus: Gpus
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +80,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     not_ready: list[str]  # reasons; empty: it is ready
     uptime_s: float
     pool: dict[str, float]  # see mooncaked.storestats
+    tiers: TiersStatus
+    gpus: GpusStatus
     etcd_connected: bool
     etcd_problem: str
     registered: bool
@@ -93,18 +105,25 @@ def node_record(identity: Identity, state: NodeState) -> NodeRecord:
         peer_address=state.peer_address,
         http_address=state.http_address,
         client_socket=identity.client_socket,
-        capacity_bytes={Tier.DRAM.value: identity.capacity_bytes},
+        capacity_bytes=_capacities(identity, state),
         labels=state.labels,
         started_at_s=identity.started_at_s,
         epoch=identity.epoch,
     )
 
 
+def _capacities(identity: Identity, state: NodeState) -> dict[str, int]:
+    capacities = {Tier.DRAM.value: state.capacity_bytes or identity.capacity_bytes}
+    others = {Tier.SSD.value: identity.ssd_bytes, Tier.GPU.value: identity.gpu_bytes}
+    return capacities | {tier: size for tier, size in others.items() if size}
+
+
 def not_ready(parts: Parts) -> list[str]:
     """Why new work should not come here; empty when it should."""
     reasons = []
     if parts.state.phase is NodePhase.STARTING:
-        reasons.append(f"starting: {_progress(parts)} of the pool's memory is taken")
+        progress = [f"{_progress(parts)} of the pool's memory is taken", parts.opening.progress()]
+        reasons.append(f"starting: {', '.join(filter(None, progress))}")
     if parts.state.phase is NodePhase.DRAINING:
         reasons.append("draining")
     if not parts.registration.registered:
@@ -128,7 +147,7 @@ def status_line(parts: Parts) -> str:
     child = parts.child.state() if parts.child else None
     if child is not None and child.pid is None and child.last_exit is not None:
         reasons.append(f"the conductor ended with code {child.last_exit} and is started again")
-    return "; ".join([line, *reasons])
+    return "; ".join([line, *reasons, *disk_problems(parts.tiers.devices())])
 
 
 def status(parts: Parts) -> NodeStatus:
@@ -139,6 +158,8 @@ def status(parts: Parts) -> NodeStatus:
         not_ready=not_ready(parts),
         uptime_s=parts.clock.wall() - parts.identity.started_at_s,
         pool=msgspec.structs.asdict(parts.store.stats()),
+        tiers=tiers_status(parts.tiers),
+        gpus=parts.gpus.status(),
         etcd_connected=view.connected,
         etcd_problem=view.problem,
         registered=parts.registration.registered,
@@ -166,7 +187,13 @@ def check_store(store: Store) -> None:
 
 def readings(parts: Parts) -> list[Reading]:
     """The node's metrics that are read at each scrape."""
-    return [*_pool_readings(parts.store), *_cluster_readings(parts), *_process_readings(parts)]
+    return [
+        *_pool_readings(parts.store),
+        *tiers_readings(parts.tiers),
+        *(gpu_readings(parts.gpus.stats) if parts.gpus.capacity_bytes else []),
+        *_cluster_readings(parts),
+        *_process_readings(parts),
+    ]
 
 
 def _pool_readings(store: Store) -> list[Reading]:
@@ -210,6 +237,14 @@ def _pool_readings(store: Store) -> list[Reading]:
             lambda: stats().evicted_idle_s,
         ),
         Reading("mooncaked_removed_blocks", "counter", "Blocks removed on request.", lambda: stats().removed),
+        gauge("unverified_blocks", "Blocks from before a restart, not compared yet.", "unverified"),
+        Reading("mooncaked_restored_blocks", "counter", "Blocks taken over.", lambda: stats().restored),
+        Reading(
+            "mooncaked_damaged_blocks",
+            "counter",
+            "Blocks that did not agree with their checksum, and are misses since.",
+            lambda: stats().damaged,
+        ),
     ]
 
 

@@ -17,10 +17,13 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     largest_free_bytes: int  # the largest value that fits without eviction
     pinned_bytes: int
     filling_bytes: int
+    reserved_bytes: int  # room that writers have taken ahead of time
     blocks: int  # readable
     pinned: int  # blocks being read
     filling: int  # blocks being written
     hidden: int  # blocks that were removed while being read, and go when their last reader ends
+    unverified: int  # readable blocks from before a restart that were not compared with their checksum yet
+    unchecked: int  # readable blocks whose checksum is still to be worked out
     owners: int
     sequence: int
     hits: int
@@ -32,8 +35,22 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     evicted: int
     evicted_bytes: int
     evicted_idle_s: float  # sum over evicted blocks of the time since their last use
+    evicted_unsaved: int  # of those evicted, where there is a tier below: it had no copy
+    expired: int  # their time to live was over
+    promoted: int  # copied up from the tier below
+    restored: int  # taken over from before the restart
+    damaged: int  # did not agree with their checksum, and went
     refused_full: int
     refused_too_large: int
+
+
+class NamespaceStats(msgspec.Struct, frozen=True):
+    """What one namespace has in the pool."""
+
+    namespace: str
+    blocks: int  # readable
+    size_bytes: int  # of their values
+    quota_bytes: int | None  # None: no limit of its own
 
 
 class Counters:
@@ -42,4 +59,5 @@ class Counters:
     def __init__(self) -> None:
         self.hits = self.misses = self.stored = self.stored_bytes = self.aborted = self.removed = 0
         self.evicted = self.evicted_bytes = self.refused_full = self.refused_too_large = 0
+        self.evicted_unsaved = self.expired = self.promoted = self.restored = self.damaged = 0
         self.evicted_idle_s = 0.0

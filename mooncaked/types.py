@@ -99,3 +99,12 @@ class BlockEvent(msgspec.Struct, frozen=True, array_like=True):
     parent: bytes | None
     size: int  # bytes
     tier: Tier
+
+
+class GpuHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """How another process of this node reaches the memory of a GPU pool; see `mooncaked.client.gpu`."""
+
+    device: str  # "GPU-<uuid>" as nvidia-smi writes it, or "cpu" for the stand-in
+    size: int  # bytes of the pool
+    offset: int  # bytes between the start of what `token` names and the pool
+    token: bytes  # a CUDA IPC handle; for "cpu" the path of the shared memory

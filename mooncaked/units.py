@@ -70,3 +70,19 @@ def split_address(text: str) -> tuple[str, int]:
 def join_address(host: str, port: int) -> str:
     """What `split_address` takes apart."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+RANGE_MAX = 1023  # largest number in a list of ranges
+
+
+def parse_ranges(text: str) -> list[int]:
+    """`"0-1,3"` as [0, 1, 3], nothing as []; raises `ValueError`."""
+    numbers: set[int] = set()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"{part!r} is no number or range of numbers")
+        if not int(first) <= int(last or first) <= RANGE_MAX:
+            raise ValueError(f"{part!r} does not go up, or beyond {RANGE_MAX}")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return sorted(numbers)

@@ -8,6 +8,9 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from mooncakectl.commands import node_pool
+from mooncakectl.commands.node_disks import disk_tables, disks_of
+from mooncakectl.commands.node_gpus import gpu_tables, gpus_of
 from mooncakectl.complete import node_ids
 from mooncakectl.output import Format, Table, View, columns, show_age, show_bytes, show_count, show_share
 from mooncakectl.params import ConfigOption, EtcdOption, OutputOption, WatchOption, show
@@ -17,6 +20,7 @@ from mooncakectl.web import open_web
 from mooncaked.types import NodeRecord
 
 app = typer.Typer(no_args_is_help=True, help="The nodes: machines that run mooncaked, and their pools.")
+app.add_typer(node_pool.app, name="pool")
 
 NodeArgument = Annotated[str, typer.Argument(metavar="NODE", autocompletion=node_ids, help="Id of the node.")]
 _POOL_KEYS = ("used_bytes", "pinned_bytes", "blocks", "hits", "misses", "stored", "evicted")
@@ -36,6 +40,8 @@ def describe(node: NodeRecord, said: Answer, now_s: float) -> dict[str, Any]:
         "answers": said is not None,
         "not_ready": said.get("not_ready", []) if said is not None else ["it does not answer"],
         **pool_stats(said),
+        "disks": disks_of(said),
+        "gpus": gpus_of(said),
     }
 
 
@@ -100,7 +106,11 @@ async def show_view(target: Target, node_id: str) -> View:
         ("evicted", show_count(node["evicted"])),
     ]
     table = Table(columns=columns("what", "value"), rows=lines)
-    return View(schema="mooncake.node/1", data={"node": {**node, "instances": instances}}, tables=[table])
+    return View(
+        schema="mooncake.node/1",
+        data={"node": {**node, "instances": instances}},
+        tables=[table, *disk_tables(said), *gpu_tables(said)],
+    )
 
 
 @app.command("list")

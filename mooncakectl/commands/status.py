@@ -11,6 +11,7 @@ import msgspec
 import typer
 
 from mooncakectl.commands import instance, node
+from mooncakectl.commands.node_disks import disk_problems
 from mooncakectl.output import Format, Table, View, columns
 from mooncakectl.params import ConfigOption, EtcdOption, OutputOption, WatchOption, show
 from mooncakectl.records import ClusterRecords, engine_health, node_answers, read_records
@@ -65,6 +66,8 @@ async def status_view(target: Target) -> View:
     instances = [instance.describe(i, healthy[i.instance_id], now) for i in records.instances]
     silent = {node_id for node_id, answer in said.items() if answer is None}
     problems = find_problems(records, members, silent, healthy)
+    for node_id, answer in said.items():
+        problems += disk_problems(node_id, answer)
     data: dict[str, Any] = {
         "healthy": not problems,
         "problems": problems,

@@ -18,12 +18,14 @@ from types import MappingProxyType
 from mooncakectl.local.plan import (
     HOST,
     PREFIX,
+    SHM,
     LocalOptions,
     Part,
     ProcessPlan,
     gateway_urls,
     log_path,
     plan,
+    shm_path,
 )
 from mooncakectl.local.progress import Progress
 from mooncakectl.local.state import (
@@ -147,6 +149,8 @@ class LocalCluster:
         if item.config is not None and item.config_path is not None:
             item.config_path.parent.mkdir(parents=True, exist_ok=True)
             item.config_path.write_text(item.config)
+        if item.part is Part.NODE and SHM.is_dir():
+            make_private(shm_path(socket_directory(self._directory) / item.name))
         if item.part is Part.ETCD:
             (self._directory / "etcd").mkdir(mode=0o700, exist_ok=True)  # etcd warns about anything wider
         log = log_path(self._directory, item.name)
@@ -244,6 +248,7 @@ class LocalCluster:
                 with self._progress.step(f"stopping {what}"):
                     self._stop(running, timeout_s)
         if state is not None:
+            shutil.rmtree(shm_path(Path(state.socket_dir) / "node"), ignore_errors=True)
             shutil.rmtree(state.socket_dir, ignore_errors=True)
         return count
 

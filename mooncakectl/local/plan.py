@@ -16,6 +16,7 @@ from mooncaked.units import format_size
 
 PREFIX = "/mooncake"
 HOST = "127.0.0.1"
+SHM = Path("/dev/shm")
 NODES_MAX = 16
 ENGINES_MAX = 32
 BASE_PORT = 17800
@@ -136,6 +137,11 @@ def socket_path(sockets: Path, node: str) -> Path:
     return sockets / f"{node}.sock"
 
 
+def shm_path(socket: Path) -> Path:
+    """Where a node's memory outlives it: named like the directory of the sockets, private to this user."""
+    return SHM / socket.parent.name
+
+
 def _node_config(options: LocalOptions, name: str, ports: dict[str, int], state: Path, socket: Path) -> str:
     """A node's configuration; its promises suit a small model on a few cores, not a GPU."""
     return f"""\
@@ -153,6 +159,7 @@ http = "{HOST}:{ports["http"]}"
 [dram]
 size = "{format_size(options.pool_bytes)}"
 prefault_threads = 2
+shm_dir = {_quoted(shm_path(socket))}
 
 [etcd]
 endpoints = ["{etcd_address(options)}"]

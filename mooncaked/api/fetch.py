@@ -1,4 +1,5 @@
-"""Bringing blocks of other nodes into this store: once each, however many ask, and in time or not at all.
+"""Bringing blocks into this node's memory, from its own disks and from other nodes: once each, however many
+ask, and in time or not at all.
 
 The event loop decides what is fetched from where; threads move the bytes. A fetch writes like any other
 writer: what is not complete and right by the end is aborted, and so a miss.
@@ -10,8 +11,8 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeAlias
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, TypeAlias
 
 from mooncaked.api.counters import ApiCounters
 from mooncaked.api.protocol import FetchedBlock, PutItem, PutSlot
@@ -33,6 +34,17 @@ Resolve: TypeAlias = Callable[[str], str | None]
 Locate: TypeAlias = Callable[[str, Sequence[bytes]], Awaitable[dict[bytes, list[str]]]]
 
 
+class Asked(Protocol):
+    """A question for blocks that have to be brought up here. `done` is set when all are decided; `found` are
+    those that can be read, at any time."""
+
+    found: list[bytes]
+    done: Future[None]
+
+
+Ask: TypeAlias = Callable[[str, Sequence[bytes], Deadline], Asked]
+
+
 class Fetcher:
     """Fetches blocks into the store. Belongs to the event loop that runs when it is made."""
 
@@ -47,14 +59,18 @@ class Fetcher:
         counters: ApiCounters | None = None,
         clock: Clock | None = None,
         threads_max: int = THREADS_MAX,
+        ask: Ask | None = None,
     ) -> None:
         """`resolve` gives the peer address of a node id, or None if it has none now. `locate` gives the nodes
-        that hold each key, as far as the conductor knows. `node_id` is this node, which is never asked."""
+        that hold each key, as far as the conductor knows. `node_id` is this node, which is never asked over
+        the network; `ask` brings up what lies here, but not in memory."""
         self._counters = counters or ApiCounters()
         self._pull = Pull(store, transport, self._counters)
         self._resolve = resolve
         self._locate = locate
         self._node_id = node_id
+        self._ask = ask
+        self._store = store
         self._clock = clock or SystemClock()
         self._threads = ThreadPoolExecutor(threads_max, thread_name_prefix="fetch")
         self._loop = asyncio.get_running_loop()
@@ -63,9 +79,10 @@ class Fetcher:
     async def fetch(
         self, namespace: str, keys: Sequence[bytes], sources: Sequence[str], locate: bool, deadline: Deadline
     ) -> dict[bytes, str]:
-        """Bring `keys` here, from `sources` in that order and then, with `locate`, from whoever the conductor
-        names. Returns when that is done, or at the deadline, which key came from which node ("": it was being
-        written here already). All others are misses."""
+        """Bring `keys` here: up from this node's own disks, from `sources` in that order and then, with
+        `locate`, from whoever the conductor names. Returns when that is done, or at the deadline, which key
+        came from which node ("": from this one, or it was being written here already). All others are misses.
+        """
         began_s = self._clock.monotonic()
         found: dict[bytes, str] = {}
         todo = list(dict.fromkeys(keys))
@@ -104,11 +121,16 @@ class Fetcher:
     def _begin(
         self, namespace: str, keys: Sequence[bytes], sources: Sequence[str], locate: bool, deadline: Deadline
     ) -> None:
-        """Start a fetch that belongs to nobody: it goes on for others when whoever asked first has gone."""
+        """Start fetches that belong to nobody: they go on for others when whoever asked first has gone. What
+        lies on a disk of this node is a fetch of its own, so that neither waits for the other."""
         if not keys:
             return
-        task = self._loop.create_task(self._run(namespace, keys, sources, locate, deadline))
-        self._under_way.update(dict.fromkeys([(namespace, key) for key in keys], task))
+        below = self._store.below(namespace, keys) if self._ask is not None else [False] * len(keys)
+        for near in (False, True):
+            group = [key for key, low in zip(keys, below, strict=True) if low is near]
+            if group:
+                task = self._loop.create_task(self._run(namespace, group, sources, locate, deadline, near))
+                self._under_way.update(dict.fromkeys([(namespace, key) for key in group], task))
 
     async def _wait(
         self, namespace: str, keys: Sequence[bytes], deadline: Deadline, found: dict[bytes, str]
@@ -125,10 +147,18 @@ class Fetcher:
     # --- one fetch ---------------------------------------------------------------------------------
 
     async def _run(
-        self, namespace: str, keys: Sequence[bytes], sources: Sequence[str], locate: bool, deadline: Deadline
+        self,
+        namespace: str,
+        keys: Sequence[bytes],
+        sources: Sequence[str],
+        locate: bool,
+        deadline: Deadline,
+        near: bool,
     ) -> dict[bytes, str]:
         found: dict[bytes, str] = {}
         try:
+            if near:
+                await self._bring_up(namespace, keys, deadline, found)
             for source in dict.fromkeys(sources):
                 await self._from(source, namespace, keys, deadline, found)
             if locate and len(found) < len(keys):
@@ -137,6 +167,16 @@ class Fetcher:
             for key in keys:
                 self._under_way.pop((namespace, key), None)
         return found
+
+    async def _bring_up(
+        self, namespace: str, keys: Sequence[bytes], deadline: Deadline, found: dict[bytes, str]
+    ) -> None:
+        """From a disk of this node; what that does not give in time is asked for elsewhere."""
+        if self._ask is None:
+            return
+        asked = self._ask(namespace, keys, deadline)
+        await asyncio.wait([asyncio.wrap_future(asked.done)], timeout=deadline.left())
+        found.update(dict.fromkeys(list(asked.found), ""))
 
     async def _from_located(
         self,
@@ -248,7 +288,7 @@ class _Round:
             PutItem(key=self.keys[index], size=block.size, parent=block.parent, meta=block.meta)
             for index, block in present
         ]
-        slots = self._store.begin_put(self._owner, self._namespace, items)
+        slots = self._store.begin_put(self._owner, self._namespace, items, raising=True)
         self._coming = {index: (block, slot) for (index, block), slot in zip(present, slots, strict=True)}
         views: list[memoryview | None] = [None] * len(blocks)
         for index, (block, slot) in self._coming.items():

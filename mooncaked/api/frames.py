@@ -10,7 +10,7 @@ import socket
 import struct
 from collections.abc import Iterator, Sequence
 
-from mooncaked.api.protocol import HEADER, FrameHead, decode_head
+from mooncaked.api.protocol import HEADER, FrameHead, Kind, decode_head
 from mooncaked.clock import Clock, Deadline
 from mooncaked.errors import ConnectionLost, DeadlineExceeded, ProtocolError
 
@@ -221,10 +221,14 @@ def _skip(parts: list[memoryview], first: int, done: int) -> tuple[int, int]:
 
 
 class FrameParser:
-    """Cuts a stream of bytes into frames without payload; does no I/O, so that any loop can drive it."""
+    """Cuts a stream of bytes into frames; does no I/O, so that any loop can drive it.
 
-    def __init__(self, peer: str) -> None:
+    Only frames of the kinds `payloads` may carry a payload. After such a frame nothing more is yielded: what
+    came of the payload is to be taken with `take`, and `feed` goes on with what comes after it."""
+
+    def __init__(self, peer: str, payloads: frozenset[Kind] = frozenset()) -> None:
         self.peer = peer
+        self._payloads = payloads
         self._rest = bytearray()
 
     @property
@@ -246,14 +250,25 @@ class FrameParser:
             end = start + HEADER.size + head.header_len
             if end > len(data):
                 break
-            yield head, data[start + HEADER.size : end]
+            body = data[start + HEADER.size : end]
             start = end
+            if head.payload_len:
+                self._rest += data[start:]
+                yield head, body
+                return
+            yield head, body
         if start < len(data):
             self._rest += data[start:]
 
+    def take(self, count: int) -> bytes:
+        """Up to `count` bytes that came after the last frame."""
+        taken = bytes(self._rest[:count])
+        del self._rest[:count]
+        return taken
+
     def _head(self, data: bytes | bytearray, start: int) -> FrameHead:
         head = decode_head(data[start : start + HEADER.size], self.peer)
-        if head.payload_len:
+        if head.payload_len and head.kind not in self._payloads:
             raise ProtocolError(
                 peer=self.peer, problem=f"{head.kind.name} carries a payload, which none may here"
             )

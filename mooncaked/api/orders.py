@@ -15,6 +15,7 @@ from mooncaked.store import Store
 log = logging.getLogger(__name__)
 
 ORDER_SECONDS_MAX = 600.0
+Expect = Callable[[str, Sequence[bytes]], list[bool]]
 FetchBlocking = Callable[[str, Sequence[bytes], Sequence[str], Deadline], dict[bytes, str]]
 
 
@@ -36,11 +37,15 @@ class Fence:
 
 
 class Orders:
-    """Executes orders. `fetch` may block, like `Fetcher.fetch_from_thread`; without it, none is fetched."""
+    """Executes orders. `fetch` may block, like `Fetcher.fetch_from_thread`; without it, none is fetched.
+    `expect` has blocks brought into memory from elsewhere on this node, later."""
 
-    def __init__(self, store: Store, fetch: FetchBlocking | None, clock: Clock) -> None:
+    def __init__(
+        self, store: Store, fetch: FetchBlocking | None, clock: Clock, expect: Expect | None = None
+    ) -> None:
         self._store = store
         self._fetch = fetch
+        self._expect = expect
         self._clock = clock
         self.fence = Fence()
 
@@ -52,8 +57,12 @@ class Orders:
             done = self._store.remove(order.namespace, order.keys)
         elif order.action == "fetch":
             done = self._fetched(order)
+        elif order.action == "prefetch":
+            expect = self._expect or self._store.exists
+            done = expect(order.namespace, order.keys)
         else:
-            raise InvalidRequest(problem=f"an order is to fetch or to drop, not to {order.action!r}")
+            problem = f"an order is to fetch, to prefetch or to drop, not to {order.action!r}"
+            raise InvalidRequest(problem=problem)
         log.info(
             "order obeyed peer=%s term=%d action=%s done=%d keys=%d",
             peer,

@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import xxhash
+
 from mooncaked.api.counters import ApiCounters
 from mooncaked.api.feed import Feed
 from mooncaked.api.frames import FrameSocket
 from mooncaked.api.listen import bind_tcp, bound_address
-from mooncaked.api.orders import FetchBlocking, Orders
+from mooncaked.api.orders import Expect, FetchBlocking, Orders
 from mooncaked.api.protocol import (
     FETCH_BYTES_TARGET,
     PAYLOAD_BYTES_MAX,
@@ -41,12 +43,14 @@ from mooncaked.api.service import (
     answer_prefix_match,
     check_keys,
 )
-from mooncaked.clock import Clock, SystemClock
+from mooncaked.clock import Clock, Deadline, SystemClock
 from mooncaked.errors import ConnectionLost, DeadlineExceeded, MooncakeError, ProtocolError, Refused
 from mooncaked.store import Store
 from mooncaked.units import join_address
 
 log = logging.getLogger(__name__)
+
+BringUp = Callable[[str, Sequence[bytes], Deadline], object]
 
 CONNECTIONS_MAX = 256  # each has a thread
 IDLE_S = 300.0  # a connection that asks nothing for so long is closed; its other side makes a new one
@@ -54,6 +58,7 @@ _SEND_S = 10.0  # for a reply, and more for its payload:
 _SLOWEST_BYTES_PER_S = 4 << 20
 _PIN_KEYS = 64  # pinned at a time, until a reply is full
 _CLOSE_S = 3.0
+_RAISE_S = 5.0  # for blocks that are asked for and do not lie in memory; then they are misses
 KEY = "listen.peer"
 
 
@@ -71,18 +76,24 @@ class PeerServer:
         address: str,
         token: str | None = None,
         fetch: FetchBlocking | None = None,
+        bring_up: BringUp | None = None,
+        expect: Expect | None = None,
         counters: ApiCounters | None = None,
         clock: Clock | None = None,
         connections_max: int = CONNECTIONS_MAX,
         frame_timeout_s: float = FRAME_TIMEOUT_S,
         idle_s: float = IDLE_S,
     ) -> None:
-        """`address` is "host:port" to listen at, port 0 for any. `fetch` executes fetch orders and blocks."""
+        """`address` is "host:port" to listen at, port 0 for any. `fetch` executes fetch orders and blocks.
+        `bring_up` brings into memory what a peer asks for and lies elsewhere on this node, and blocks;
+        `expect` has that done later, and does not wait."""
         self.store = store
         self.clock = clock or SystemClock()
         self.counters = counters or ApiCounters()
         self.reception = Reception(node_id, store.epoch, token, self.counters, self.clock)
-        self.orders = Orders(store, fetch, self.clock)
+        self.orders = Orders(store, fetch, self.clock, expect)
+        self.bring_up = bring_up
+        self.expect = expect
         self.frame_timeout_s = frame_timeout_s
         self.idle_s = idle_s
         self._address = address
@@ -267,7 +278,7 @@ class _Link:
         try:
             parents = iter([info.parent for info in self._store.pinned_info(self._owner, pins)])
             reply = FetchReply(
-                blocks=[None if block is None else _describe(block, next(parents)) for block in pinned]
+                blocks=[None if block is None else self._describe(block, next(parents)) for block in pinned]
             )
             self._send_blocks(reply, found)
         finally:
@@ -279,6 +290,7 @@ class _Link:
         total = 0
         for start in range(0, len(request.keys), _PIN_KEYS):
             keys = request.keys[start : start + _PIN_KEYS]
+            self._bring_up(request, start)
             blocks = self._store.pin(self._owner, request.namespace, keys, count=False)
             for index, block in enumerate(blocks):
                 size = 0 if block is None else block.size
@@ -292,6 +304,16 @@ class _Link:
                 total += size
         return taken
 
+    def _bring_up(self, request: Fetch, start: int) -> None:
+        """Have the next keys in memory before they are pinned, and those after them soon."""
+        bring_up, expect = self._server.bring_up, self._server.expect
+        if bring_up is None:
+            return
+        if start == 0 and len(request.keys) > _PIN_KEYS and expect is not None:
+            expect(request.namespace, request.keys[_PIN_KEYS:])
+        keys = request.keys[start : start + _PIN_KEYS]
+        bring_up(request.namespace, keys, Deadline(self._server.clock, _RAISE_S))
+
     def _unpin(self, blocks: Sequence[PinnedBlock | None]) -> None:
         self._store.unpin(self._owner, [block.pin for block in blocks if block is not None])
 
@@ -304,6 +326,8 @@ class _Link:
         self.frames.send([frame, *views], _SEND_S + size / _SLOWEST_BYTES_PER_S)
         self._server.counters.sent_bytes.inc(size)
 
-
-def _describe(block: PinnedBlock, parent: bytes | None) -> FetchedBlock:
-    return FetchedBlock(size=block.size, checksum=block.checksum, parent=parent, meta=block.meta)
+    def _describe(self, block: PinnedBlock, parent: bytes | None) -> FetchedBlock:
+        checksum = block.checksum
+        if checksum is None:  # stored just now, and nobody has come to work it out
+            checksum = xxhash.xxh3_64_intdigest(self._store.view(block.region, block.offset, block.size))
+        return FetchedBlock(size=block.size, checksum=checksum, parent=parent, meta=block.meta)

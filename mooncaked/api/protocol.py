@@ -21,7 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from mooncaked.errors import MooncakeError, ProtocolError, VersionMismatch, from_wire
-from mooncaked.types import BlockEvent
+from mooncaked.types import BlockEvent, GpuHandle
 
 MAGIC = 0x4B4D  # "MK"
 VERSION_MIN = 1
@@ -32,6 +32,7 @@ HEADER_BYTES_MAX = 16 << 20  # of the msgpack header
 PAYLOAD_BYTES_MAX = 1 << 30
 BATCH_KEYS_MAX = 16384  # keys in one request
 META_BYTES_MAX = 1024  # opaque bytes that a writer keeps beside a value, e.g. a tensor's shape and dtype
+GPU_REGION = 1 << 20  # number of the first region in GPU memory; those of host memory count from 0
 FETCH_BYTES_TARGET = 32 << 20  # a fetch reply stops adding blocks after this many bytes
 
 
@@ -47,6 +48,10 @@ class Kind(IntEnum):
     EXISTS = 7  # engine, peer
     PREFIX_MATCH = 8  # engine, peer
     REMOVE = 9  # engine
+    OPEN = 10  # engine
+    RESERVE = 11  # engine
+    PUT_STORED = 12  # engine; one way, no reply
+    PUT_DATA = 13  # engine; one way, the only request with a payload
     FETCH = 20  # peer
     SUBSCRIBE = 21  # conductor; answered by SNAPSHOT frames, then DELTA frames without end
     SNAPSHOT = 22  # node
@@ -77,6 +82,7 @@ class Hello(Struct, frozen=True):
     name: str  # for logs: program and pid
     node_id: str | None = None  # of a peer
     token: str | None = None  # shared secret, where one is configured
+    direct: bool = False  # of an engine: it can read through the shared index, see `mooncaked.api.shm`
 
 
 class RegionInfo(Struct, frozen=True):
@@ -84,11 +90,31 @@ class RegionInfo(Struct, frozen=True):
     size: int  # bytes
 
 
+class GpuRegionInfo(Struct, frozen=True):
+    """A pool in the memory of a GPU, which a client opens by its handle (`mooncaked.client.gpu`)."""
+
+    region: int
+    handle: GpuHandle
+
+
+class DirectInfo(Struct, frozen=True):
+    """What a client needs for reading without asking. Behind those of the regions come the memfds of the
+    index, the page of this connection, and, if it can post, that of the words `posted`."""
+
+    index_bytes: int
+    page_bytes: int
+    posted_bytes: int = 0
+    slot: int | None = None  # its word in `posted` and `applied`; None: it cannot post
+
+
 class HelloReply(Struct, frozen=True):
     version: int
     node_id: str
     epoch: int  # random at each start of the daemon
     regions: list[RegionInfo] = []  # on the unix socket; a memfd for each comes with this frame by SCM_RIGHTS
+    writable: bool = True  # whether the regions may be written through these memfds; if not, see `PutData`
+    direct: DirectInfo | None = None  # to who asked for it, if the node has it
+    gpus: list[GpuRegionInfo] = []  # on the unix socket; empty also until they are open
 
 
 class ErrorReply(Struct, frozen=True):
@@ -105,6 +131,8 @@ class PutItem(Struct, frozen=True):
     size: int  # bytes
     parent: bytes | None = None  # key of the block before it in its prefix chain
     meta: bytes = b""
+    ttl_ms: int = 0  # from when it is readable until it no longer is; 0: what the namespace is configured to
+    hold: str = ""  # "soft": goes only when nothing else can; "hard": not evicted; the node limits both
 
 
 class PutBegin(Struct, frozen=True):
@@ -128,7 +156,7 @@ class PutBeginReply(Struct, frozen=True):
 
 class PutCommit(Struct, frozen=True):
     tokens: list[int]
-    checksums: list[int]  # XXH3-64 of each value
+    checksums: list[int | None]  # XXH3-64 of each value; None: the node works it out soon
 
 
 class PutCommitReply(Struct, frozen=True):
@@ -143,6 +171,55 @@ class PutAbortReply(Struct, frozen=True):
     aborted: int
 
 
+class PutData(Struct, frozen=True):
+    """The bytes of a value that was begun follow as payload, as many as were announced. For who cannot write
+    into the pool; to be committed afterwards."""
+
+    token: int
+
+
+class Reserve(Struct, frozen=True):
+    """Take room ahead of time, for `PutStored`. The node bounds what a connection can hold, and takes it back
+    when it is not used for a while (`mooncaked.api.shm`). `PutAbort` gives it back."""
+
+    sizes: list[int]  # bytes
+
+
+class ReserveReply(Struct, frozen=True):
+    slots: list[PutSlot]  # "ok" or "full", one per size, in order
+
+
+class StoredItem(Struct, frozen=True, omit_defaults=True):
+    token: int  # of the reserved room in which the value lies
+    key: bytes
+    size: int  # bytes
+    parent: bytes | None = None
+    meta: bytes = b""
+    checksum: int | None = None  # XXH3-64; None: the node works it out soon
+    ttl_ms: int = 0
+    hold: str = ""
+
+
+class PutStored(Struct, frozen=True):
+    """Name values that lie in reserved room; they are readable once the node has read this. No reply: where
+    a key has a value already, or somebody is just writing one, that one stays. Who sends this counts it in
+    its word `posted`, and others do not take a miss for an answer until the node has got that far."""
+
+    namespace: str
+    items: list[StoredItem]
+
+
+class Open(Struct, frozen=True):
+    """Ask how a namespace's keys are hashed in the shared index."""
+
+    namespace: str
+
+
+class OpenReply(Struct, frozen=True):
+    seed1: int  # of XXH3-64
+    seed2: int
+
+
 class Pin(Struct, frozen=True):
     """Make the values readable in the mapping until `Unpin` or disconnect.
 
@@ -154,14 +231,15 @@ class Pin(Struct, frozen=True):
     sources: list[str] = []
     locate: bool = False
     deadline_ms: int = 10_000
+    tier: str = ""  # "gpu": pin there what lies in GPU memory, and the rest as usual
 
 
 class PinnedBlock(Struct, frozen=True):
-    pin: int  # names this pin in Unpin
-    region: int
+    pin: int  # names this pin in Unpin; below 0 in GPU memory
+    region: int  # from `GPU_REGION` on in GPU memory
     offset: int
     size: int
-    checksum: int  # XXH3-64
+    checksum: int | None  # XXH3-64; None: the node has not worked it out yet
     meta: bytes = b""
     source: str = ""  # "" was here already, else the node id that it was fetched from
 
@@ -247,10 +325,13 @@ class Delta(Struct, frozen=True):
 
 
 class Order(Struct, frozen=True):
-    """What a conductor tells a node to do. A node refuses a term lower than the highest it has obeyed."""
+    """What a conductor tells a node to do. A node refuses a term lower than the highest it has obeyed.
+
+    "fetch" brings blocks here from another node; "prefetch" brings them into memory from this node's own
+    disks when there is time, and done means that they are there or noted; "drop" forgets them."""
 
     term: int
-    action: str  # "fetch" | "drop"
+    action: str  # "fetch" | "prefetch" | "drop"
     namespace: str
     keys: list[bytes]
     source: str = ""  # node id, for fetch
@@ -271,6 +352,10 @@ REQUESTS: dict[Kind, type[Struct]] = {
     Kind.EXISTS: Exists,
     Kind.PREFIX_MATCH: PrefixMatch,
     Kind.REMOVE: Remove,
+    Kind.OPEN: Open,
+    Kind.RESERVE: Reserve,
+    Kind.PUT_STORED: PutStored,
+    Kind.PUT_DATA: PutData,
     Kind.FETCH: Fetch,
     Kind.SUBSCRIBE: Subscribe,
     Kind.SNAPSHOT: Snapshot,
@@ -286,6 +371,8 @@ REPLIES: dict[Kind, type[Struct]] = {
     Kind.EXISTS: ExistsReply,
     Kind.PREFIX_MATCH: PrefixMatchReply,
     Kind.REMOVE: RemoveReply,
+    Kind.OPEN: OpenReply,
+    Kind.RESERVE: ReserveReply,
     Kind.FETCH: FetchReply,
     Kind.SUBSCRIBE: SubscribeReply,
     Kind.ORDER: OrderReply,

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mooncaked.api.counters import ApiCounters
+from mooncaked.api.frames import RECEIVE_BYTES
 from mooncaked.api.listen import UnixListener
+from mooncaked.api.pages import ClientPages
 from mooncaked.api.service import FRAME_TIMEOUT_S, HELLO_TIMEOUT_S, Reception
-from mooncaked.api.session import GRACE_S, EngineSession, Fetches, Hub, SharedRegion
+from mooncaked.api.session import (
+    GRACE_S,
+    RESERVED_S,
+    EngineSession,
+    Fetches,
+    Hub,
+)
+from mooncaked.api.sharing import SharedRegion
 from mooncaked.clock import Clock, SystemClock
 from mooncaked.errors import Refused
 from mooncaked.store import Store
+from mooncaked.tiers.gpus import Gpus
 
 log = logging.getLogger(__name__)
 
@@ -30,19 +40,25 @@ class ClientServer:
         self,
         store: Store,
         fetcher: Fetches | None,
-        regions: Sequence[SharedRegion],
+        regions: Callable[[], Sequence[SharedRegion]],
         *,
         node_id: str,
         path: Path,
         token: str | None = None,
         counters: ApiCounters | None = None,
         clock: Clock | None = None,
+        pages: ClientPages | None = None,
+        gpus: Gpus | None = None,
+        writable: bool = True,
         connections_max: int = CONNECTIONS_MAX,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
         frame_timeout_s: float = FRAME_TIMEOUT_S,
         grace_s: float = GRACE_S,
+        reserved_s: float = RESERVED_S,
     ) -> None:
-        """`fetcher` brings what is missing from other nodes; without one, such keys are misses."""
+        """`fetcher` brings what is missing from other nodes; without one, such keys are misses. `regions` is
+        asked with each greeting. With `pages`, the same that `store` asks, clients read without asking;
+        unless `writable`, they cannot write into the pool, and send values instead."""
         clock = clock or SystemClock()
         counters = counters or ApiCounters()
         self._path = path
@@ -54,14 +70,19 @@ class ClientServer:
             store=store,
             fetcher=fetcher,
             regions=regions,
+            pages=pages,
+            writable=writable,
+            buffer=memoryview(bytearray(RECEIVE_BYTES)),
             reception=Reception(node_id, store.epoch, token, counters, clock),
             counters=counters,
             clock=clock,
             admit=self._admit,
             leave=self._leave,
+            gpus=gpus,
             hello_timeout_s=hello_timeout_s,
             frame_timeout_s=frame_timeout_s,
             grace_s=grace_s,
+            reserved_s=reserved_s,
         )
         self._listener: UnixListener | None = None
         self._server: asyncio.AbstractServer | None = None

@@ -7,17 +7,23 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mooncaked.api.protocol import HelloReply, Kind, PinnedBlock, Unpin
 from mooncaked.client.aioconnection import AsyncConnection
-from mooncaked.client.buffers import Buffer, Value
+from mooncaked.client.buffers import Buffer, Value, close_view, describe_tensor
 from mooncaked.client.connection import Greeting
+from mooncaked.client.direct import ASK, Ask
+from mooncaked.client.gpu_regions import lock_mapping
 from mooncaked.client.mapping import Mapping
-from mooncaked.client.operations import Call, Operation, Post, PutResult, Step, Undo, Work
-from mooncaked.client.requests import Key, Requests, close_view
+from mooncaked.client.operations import Call, Operation, Post, PutResult, Send, Step, Undo, Work
+from mooncaked.client.requests import Key, Reading, Requests, as_keys, put_source, put_sources
 from mooncaked.clock import Clock, SystemClock
 from mooncaked.errors import ConnectionLost, Refused
+from mooncaked.keys import as_key
+
+if TYPE_CHECKING:
+    from mooncaked.pinning import HostPins
 
 T = TypeVar("T")
 _INLINE_BYTES = 256 << 10  # a larger copy is made in a thread, and the loop goes on
@@ -62,6 +68,8 @@ class _Driver:
             return await self._work(step)
         if isinstance(step, Post):
             return self.connection.post(step.kind, step.body)
+        if isinstance(step, Send):
+            return self.connection.send(step.kind, step.body, step.payload)
         if isinstance(step, Undo):
             return self.connection.undo(step)
         return await self._call(step)
@@ -140,6 +148,9 @@ class AsyncClient:
 
     async def connect(self) -> AsyncConnection:
         """The connection, made anew if there is none that works."""
+        connection = self._connection
+        if connection is not None and connection.ready and not self._closed:
+            return connection
         async with self._connecting:
             if self._closed:
                 raise Refused(problem="this client is closed", remedy="Make a new one.")
@@ -156,6 +167,7 @@ class AsyncClient:
             connection = AsyncConnection(greeting, self._mapping)
             loop = asyncio.get_running_loop()
             await loop.create_unix_connection(lambda: connection, sock=greeting.frames.sock)
+            await connection.open_direct(self._requests.namespace, self.timeout_s)
         except BaseException:
             greeting.close()
             raise
@@ -170,37 +182,53 @@ class AsyncClient:
 
     # --- writing -----------------------------------------------------------------------------------
 
-    async def put(self, key: Key, value: Value, *, parent: Key | None = None) -> PutResult:
+    async def put(
+        self, key: Key, value: Value, *, parent: Key | None = None, ttl_s: float = 0.0, hold: str = ""
+    ) -> PutResult:
         """See `Client.put`."""
-        return await self._run(self._requests.put(key, value, parent))
+        return await self._run(self._requests.put(put_source(key, value, parent, ttl_s=ttl_s, hold=hold)))
 
     async def put_batch(
-        self, keys: Sequence[Key], values: Sequence[Value], *, parents: Sequence[Key | None] | None = None
+        self,
+        keys: Sequence[Key],
+        values: Sequence[Value],
+        *,
+        parents: Sequence[Key | None] | None = None,
+        ttl_s: float = 0.0,
+        hold: str = "",
     ) -> list[PutResult]:
         """See `Client.put_batch`."""
-        return await self._run(self._requests.put_batch(keys, values, parents))
+        return await self._run(self._requests.put_batch(put_sources(keys, values, parents, ttl_s, hold)))
 
-    async def put_tensor(self, key: Key, tensor: Buffer, *, parent: Key | None = None) -> PutResult:
+    async def put_tensor(
+        self, key: Key, tensor: Buffer, *, parent: Key | None = None, ttl_s: float = 0.0, hold: str = ""
+    ) -> PutResult:
         """See `Client.put_tensor`."""
-        return await self._run(self._requests.put_tensor(key, tensor, parent))
+        meta = describe_tensor(tensor)
+        return await self._run(
+            self._requests.put(put_source(key, tensor, parent, meta=meta, ttl_s=ttl_s, hold=hold))
+        )
 
     # --- reading -----------------------------------------------------------------------------------
 
     async def get(self, key: Key, *, sources: Sequence[str] = (), locate: bool = False) -> bytes | None:
         """See `Client.get`."""
-        return (await self._run(self._requests.get([key], sources, locate)))[0]
+        value: bytes | None = (await self._read(self._requests.get([as_key(key)]), sources, locate))[0]
+        return value
 
     async def get_batch(
         self, keys: Sequence[Key], *, sources: Sequence[str] = (), locate: bool = False
     ) -> list[bytes | None]:
         """See `Client.get_batch`."""
-        return await self._run(self._requests.get(keys, sources, locate))
+        return await self._read(self._requests.get(keys), sources, locate)
 
     async def get_into(
         self, key: Key, target: Value, *, sources: Sequence[str] = (), locate: bool = False
     ) -> int | None:
         """See `Client.get_into`."""
-        return (await self._run(self._requests.get_into([key], [target], sources, locate)))[0]
+        reading = self._requests.get_into([key], [target])
+        size: int | None = (await self._read(reading, sources, locate))[0]
+        return size
 
     async def get_into_batch(
         self,
@@ -211,19 +239,64 @@ class AsyncClient:
         locate: bool = False,
     ) -> list[int | None]:
         """See `Client.get_into_batch`."""
-        return await self._run(self._requests.get_into(keys, targets, sources, locate))
+        return await self._read(self._requests.get_into(keys, targets), sources, locate)
 
     async def get_tensor(
         self, key: Key, *, framework: str | None = None, sources: Sequence[str] = (), locate: bool = False
     ) -> Any | None:
         """See `Client.get_tensor`."""
-        return (await self._run(self._requests.get_tensor(key, framework, sources, locate)))[0]
+        return (await self._read(self._requests.get_tensor(key, framework), sources, locate))[0]
+
+    async def _read(self, reading: Reading, sources: Sequence[str], locate: bool) -> list[Any]:
+        direct = (await self.connect()).direct
+        if direct is None or not reading.direct:
+            return await self._run(self._requests.read(reading, sources, locate))
+        if direct.size(reading.keys) <= _INLINE_BYTES:
+            results = self._requests.read_direct(direct, reading)
+        else:
+            results = await self._in_thread_to_the_end(lambda: self._requests.read_direct(direct, reading))
+        left, rest = self._requests.rest(reading, results, misses=locate or bool(sources))
+        if left:
+            found = await self._run(self._requests.read(rest, sources, locate))
+            for index, result in zip(left, found, strict=True):
+                results[index] = result
+        return results
+
+    @staticmethod
+    async def _in_thread_to_the_end(work: Callable[[], T]) -> T:
+        """What `work` returns, run in a thread; a cancellation waits for its end, since it writes to
+        buffers."""
+        running = asyncio.get_running_loop().run_in_executor(None, work)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await _ended(running)
+            raise
 
     @asynccontextmanager
     async def get_view(
         self, key: Key, *, sources: Sequence[str] = (), locate: bool = False
     ) -> AsyncIterator[memoryview | None]:
         """See `Client.get_view`."""
+        direct = (await self.connect()).direct
+        held = ASK if direct is None else direct.hold(as_key(key))
+        if direct is None or isinstance(held, Ask) or (held is None and (locate or sources)):
+            async with self._pinned_view(key, sources, locate) as view:
+                yield view
+        elif held is None:
+            yield None
+        elif not self._requests.trusts(held.found):
+            direct.let_go(held)
+            async with self._pinned_view(key, sources, locate) as view:
+                yield view
+        else:
+            with direct.holding(held) as view:
+                yield view
+
+    @asynccontextmanager
+    async def _pinned_view(
+        self, key: Key, sources: Sequence[str], locate: bool
+    ) -> AsyncIterator[memoryview | None]:
         driver = _Driver(self, await self.connect())
         (block,) = await driver.drive(self._requests.pin(key, sources, locate))
         if block is None:
@@ -236,19 +309,42 @@ class AsyncClient:
             finally:
                 close_view(view)
 
+    @asynccontextmanager
+    async def get_gpu_view(self, key: Key) -> AsyncIterator[Any | None]:
+        """See `Client.get_gpu_view`."""
+        driver = _Driver(self, await self.connect())
+        block = await driver.drive(self._requests.pin_gpu(key))
+        if block is None:
+            yield None
+            return
+        place = (block.region, block.offset, block.size)
+        async with _pinned(driver.connection, block):
+            yield await _in_thread(lambda: driver.connection.mapping.gpu_view(*place), lambda _: None)
+
+    async def lock_host_memory(self) -> HostPins:
+        """See `Client.lock_host_memory`."""
+        mapping = (await self.connect()).mapping
+        return await _in_thread(lambda: lock_mapping(mapping.views()), lambda pins: pins.close())
+
     # --- questions and removal ---------------------------------------------------------------------
 
     async def exists(self, key: Key) -> bool:
         """See `Client.exists`."""
-        return (await self._run(self._requests.exists([key])))[0]
+        return (await self.exists_batch((key,)))[0]
 
     async def exists_batch(self, keys: Sequence[Key]) -> list[bool]:
         """See `Client.exists_batch`."""
-        return await self._run(self._requests.exists(keys))
+        raw, direct = as_keys(keys), (await self.connect()).direct
+        if direct is not None and (found := direct.exists(raw)) is not None:
+            return found
+        return await self._run(self._requests.exists(raw))
 
     async def prefix_match(self, keys: Sequence[Key]) -> int:
         """See `Client.prefix_match`."""
-        return await self._run(self._requests.prefix_match(keys))
+        raw, direct = as_keys(keys), (await self.connect()).direct
+        if direct is not None and (matched := direct.prefix_match(raw)) is not None:
+            return matched
+        return await self._run(self._requests.prefix_match(raw))
 
     async def remove(self, key: Key) -> bool:
         """See `Client.remove`."""

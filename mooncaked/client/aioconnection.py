@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import select
+from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import msgspec
 
 from mooncaked.api.frames import FrameParser
-from mooncaked.api.protocol import FrameHead, Kind, Struct, decode_reply, encode_frame
+from mooncaked.api.protocol import FrameHead, Kind, Open, OpenReply, Struct, decode_reply, encode_frame
 from mooncaked.client.connection import Greeting
+from mooncaked.client.direct import Direct
 from mooncaked.client.mapping import Mapping
 from mooncaked.client.operations import Call, Undo
 from mooncaked.errors import ConnectionLost, DeadlineExceeded, MooncakeError
@@ -32,6 +34,9 @@ class AsyncConnection(asyncio.Protocol):
         self.mapping = mapping
         self.fresh = True  # has answered nothing yet, so its loss says that the daemon is not well
         self.lost: MooncakeError | None = None
+        self.ready = False  # all is done that comes before the first request
+        self.direct: Direct | None = None  # set by `open_direct`
+        self._page = greeting.page
         self._peer = greeting.frames.peer
         self._parser = FrameParser(self._peer)
         self._poll = select.poll()
@@ -59,6 +64,19 @@ class AsyncConnection(asyncio.Protocol):
         cause = exc or "the daemon closed it"
         self._fail(ConnectionLost(what=self._peer, operation="a request", cause=cause))
 
+    async def open_direct(self, namespace: str, timeout_s: float) -> None:
+        """Make `direct`, if the daemon shares its index."""
+        shared, page = self.mapping.shared, self._page
+        if shared is not None and page is not None and self._transport is not None:
+            if not shared.knows(namespace):
+                call = Call(Kind.OPEN, Open(namespace=namespace), OpenReply)
+                reply: OpenReply = await self.call(call, timeout_s)
+                shared.learn(namespace, (reply.seed1, reply.seed2))
+                self.fresh = True
+            fileno = self._transport.get_extra_info("socket").fileno()
+            self.direct = Direct(self.mapping, shared, page, namespace, fileno)
+        self.ready = self.lost is None
+
     # --- exchanges ---------------------------------------------------------------------------------
 
     async def call(self, call: Call, timeout_s: float) -> Any:
@@ -80,6 +98,15 @@ class AsyncConnection(asyncio.Protocol):
             cause = "the daemon closed it"
             self._fail(ConnectionLost(what=self._peer, operation="a request", cause=cause))
         self._send(kind, body)
+
+    def send(self, kind: Kind, body: Struct, payload: Sequence[memoryview]) -> None:
+        """Send a frame with a payload, that gets no reply; raises as `post` does."""
+        if self.lost is not None or self._transport is None:
+            raise self.lost or ConnectionLost(what=self._peer, operation="a send", cause="not connected")
+        size = sum(map(len, payload))
+        self._transport.writelines(
+            [encode_frame(kind, 0, body, payload_len=size, version=self.hello.version), *payload]
+        )
 
     def undo(self, undo: Undo) -> None:
         """Send what gives back something held; if the connection is gone, it was given back with it."""
@@ -120,6 +147,9 @@ class AsyncConnection(asyncio.Protocol):
         if self.lost is not None:
             return
         self.lost = error
+        self.ready = False
+        if self.direct is not None:
+            self.direct.end()
         self._poll = select.poll()  # the descriptor's number may soon be another file's
         for waiter in self._waiters.values():
             if not waiter.future.done():

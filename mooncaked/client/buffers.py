@@ -22,7 +22,7 @@ Buffer: TypeAlias = object
 Value: TypeAlias = Buffer | Sequence[Buffer]
 """One buffer, or a list or tuple of buffers whose bytes follow one another (gather, scatter)."""
 
-_PIECE_BYTES = 512 << 10  # copied, then hashed while the cache still has it
+DIGEST_BYTES_MAX = 16 << 10  # of values that are hashed by who writes them
 _RELEASE_GIL_BYTES = 1 << 20  # below it, giving the interpreter lock away costs more than the copy
 
 
@@ -34,6 +34,17 @@ def as_view(buffer: Buffer, *, writable: bool = False) -> memoryview:
             problem=f"a {type(buffer).__name__} is read-only; give a writable buffer to read into"
         )
     return view
+
+
+def plain_view(value: Value) -> memoryview | None:
+    """`as_view` for what is bytes already; None for everything else."""
+    kind = type(value)
+    if kind is memoryview:
+        view: memoryview = value  # type: ignore[assignment]
+        return view if view.format == "B" and view.ndim == 1 and view.c_contiguous else None
+    if kind is bytes or kind is bytearray:
+        return memoryview(value)  # type: ignore[arg-type]
+    return None
 
 
 def as_views(value: Value, *, writable: bool = False) -> list[memoryview]:
@@ -96,6 +107,15 @@ def _tensor_view(tensor: Any, torch: ModuleType) -> memoryview:
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
+def close_view(view: memoryview | None) -> None:
+    """Make `view` unusable, so that nobody reads on after its pin has ended."""
+    try:
+        if view is not None:
+            view.release()
+    except BufferError:
+        return  # something made from it, e.g. an array, still lives; the caller was told not to use it
+
+
 # --- copies ------------------------------------------------------------------------------------------
 
 
@@ -107,26 +127,36 @@ def copy(target: memoryview, source: memoryview) -> None:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def copy_in(target: memoryview, views: Sequence[memoryview]) -> int:
-    """Write the bytes of `views` into `target`, which has just their size; returns their XXH3-64."""
-    if len(views) == 1 and len(target) <= _PIECE_BYTES:
-        target[:] = views[0]
-        return xxhash.xxh3_64_intdigest(target)
-    digest = xxhash.xxh3_64()
+def copy_in(target: memoryview, views: Sequence[memoryview]) -> int | None:
+    """Write the bytes of `views` into `target`, which has just their size. Their XXH3-64 where that costs
+    less here than the daemon's coming back to them, else None: it works it out soon."""
+    gather(target, views)
+    # What was stored is hashed, not what was given: the two differ if a writer changes it meanwhile.
+    return xxhash.xxh3_64_intdigest(target) if len(target) <= DIGEST_BYTES_MAX else None
+
+
+def digest(views: Sequence[memoryview]) -> int:
+    """The XXH3-64 of the bytes of `views`, one after the other."""
+    whole = xxhash.xxh3_64()
+    for view in views:
+        whole.update(view)
+    return whole.intdigest()
+
+
+def gather(target: memoryview, views: Sequence[memoryview]) -> None:
+    """Write the bytes of `views` into `target`, which has just their size."""
     offset = 0
     for view in views:
-        for start in range(0, len(view), _PIECE_BYTES):
-            piece = view[start : start + _PIECE_BYTES]
-            end = offset + len(piece)
-            # What was stored is hashed, not what was given: the two differ if a writer changes it meanwhile.
-            copy(target[offset:end], piece)
-            digest.update(target[offset:end])
-            offset = end
-    return digest.intdigest()
+        end = offset + len(view)
+        copy(target if len(views) == 1 else target[offset:end], view)
+        offset = end
 
 
 def copy_out(source: memoryview, views: Sequence[memoryview]) -> None:
     """Spread the bytes of `source` over `views` in order; the last ones may stay unwritten."""
+    if len(views) == 1 and len(source) <= len(views[0]):
+        copy(views[0] if len(source) == len(views[0]) else views[0][: len(source)], source)
+        return
     offset = 0
     for view in views:
         count = min(len(view), len(source) - offset)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from enum import StrEnum
+from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
@@ -29,6 +30,7 @@ from mooncaked.api.protocol import (
     PutBeginReply,
     PutCommit,
     PutCommitReply,
+    PutData,
     PutItem,
     PutSlot,
     Remove,
@@ -36,7 +38,7 @@ from mooncaked.api.protocol import (
     Struct,
     Unpin,
 )
-from mooncaked.client.buffers import copy_in
+from mooncaked.client.buffers import copy_in, digest
 from mooncaked.client.mapping import Mapping
 from mooncaked.errors import ProtocolError
 from mooncaked.keys import show_key
@@ -77,6 +79,15 @@ class Post(msgspec.Struct, frozen=True):
     body: Struct
 
 
+class Send(msgspec.Struct, frozen=True):
+    """Send a frame with a payload, that has no reply; fails as `Post` does. The payload must stay as it is
+    until the reply to a later call has come."""
+
+    kind: Kind
+    body: Struct
+    payload: Sequence[memoryview]
+
+
 class Undo(msgspec.Struct, frozen=True):
     """Give back what the operation holds. A failure is no matter: the end of the connection does the same."""
 
@@ -91,7 +102,7 @@ class Work(msgspec.Struct, frozen=True):
     size: int  # bytes that it moves; decides whether an event loop hands it to a thread
 
 
-Step: TypeAlias = Call | Post | Undo | Work
+Step: TypeAlias = Call | Post | Send | Undo | Work
 Operation: TypeAlias = Generator[Step, Any, T]
 
 
@@ -109,12 +120,13 @@ class ReadOptions(msgspec.Struct, frozen=True):
     locate: bool  # ask the conductor's index for more
     deadline_ms: int  # for both together
     verify: bool  # compare each value with its checksum; a damaged one is a miss
+    tier: str = ""  # "gpu": give what lies in GPU memory there
 
 
 class Sink(msgspec.Struct, Generic[T], frozen=True):
     """Where the values of a read go."""
 
-    take: Callable[[int, PinnedBlock, memoryview], T]  # index of the key, its block, its bytes while pinned
+    take: Callable[[int, memoryview, bytes], T]  # index of the key, its bytes while pinned, its metadata
     sizes: Sequence[int] | None = None  # largest size of each value, where known
 
 
@@ -170,7 +182,7 @@ def put(namespace: str, sources: Sequence[Source]) -> Operation[list[PutResult]]
     Values of one batch may need each other's room: what was refused while the others were being written is
     tried again once they can be evicted, as long as that makes progress."""
     results = [PutResult.FULL] * len(sources)
-    for chunk in _chunks([source.item.size for source in sources]):
+    for chunk in chunks([source.item.size for source in sources]):
         todo: list[int] = list(chunk)
         while todo:
             refused = yield from _put_round(namespace, sources, todo, results)
@@ -201,15 +213,11 @@ def _put_round(
 def _fill_and_commit(
     sources: Sequence[Source], begun: Sequence[tuple[int, PutSlot]], results: list[PutResult]
 ) -> Operation[None]:
-    def fill(mapping: Mapping) -> list[int]:
-        return [
-            copy_in(mapping.view(slot.region, slot.offset, sources[index].item.size), sources[index].views)
-            for index, slot in begun
-        ]
-
     tokens = [slot.token for _, slot in begun]
     try:
-        checksums = yield Work(fill, sum(sources[index].item.size for index, _ in begun))
+        writable = yield Work(lambda mapping: mapping.writable, 0)
+        fill = _fill if writable else _send_payloads
+        checksums: list[int | None] = yield from fill(sources, begun)
         body = PutCommit(tokens=tokens, checksums=checksums)
         reply: PutCommitReply = yield Call(Kind.PUT_COMMIT, body, PutCommitReply, restartable=False)
         _expect(reply.stored, len(begun))
@@ -220,12 +228,42 @@ def _fill_and_commit(
         results[index] = PutResult.STORED if stored else PutResult.DROPPED
 
 
+def _fill(sources: Sequence[Source], begun: Sequence[tuple[int, PutSlot]]) -> Operation[list[int | None]]:
+    """Copy the values to their places; their checksums, see `copy_in`."""
+
+    def fill(mapping: Mapping) -> list[int | None]:
+        return [
+            copy_in(mapping.view(slot.region, slot.offset, sources[index].item.size), sources[index].views)
+            for index, slot in begun
+        ]
+
+    checksums: list[int | None] = yield Work(fill, sum(sources[index].item.size for index, _ in begun))
+    return checksums
+
+
+def _send_payloads(
+    sources: Sequence[Source], begun: Sequence[tuple[int, PutSlot]]
+) -> Operation[list[int | None]]:
+    """Send the values, for the daemon to put in place; their checksums."""
+    checksums: list[int | None] = []
+    for index, slot in begun:
+        views = sources[index].views
+        size = sources[index].item.size
+        checksums.append((yield Work(partial(_digest_of, views), size)))
+        yield Send(Kind.PUT_DATA, PutData(token=slot.token), views)
+    return checksums
+
+
+def _digest_of(views: Sequence[memoryview], _mapping: Mapping) -> int:
+    return digest(views)
+
+
 def _undo_begin(reply: PutBeginReply) -> Undo | None:
     tokens = [slot.token for slot in reply.slots if slot.status == "ok"]
     return Undo(Kind.PUT_ABORT, PutAbort(tokens=tokens)) if tokens else None
 
 
-def _chunks(sizes: Sequence[int]) -> Iterator[range]:
+def chunks(sizes: Sequence[int]) -> Iterator[range]:
     """Cut values of these sizes into runs of at most `CHUNK_KEYS` values and `CHUNK_BYTES` (or one value)."""
     start = total = 0
     for index, size in enumerate(sizes):
@@ -245,7 +283,7 @@ def read(
 ) -> Operation[list[T | None]]:
     """Hand each value that is found to `sink` while it is pinned; one exchange per chunk. None is a miss."""
     results: list[T | None] = []
-    for chunk in _chunks(sink.sizes or [0] * len(keys)):
+    for chunk in chunks(sink.sizes or [0] * len(keys)):
         pinned = yield from pin(namespace, keys[chunk.start : chunk.stop], options)
         pins = [block.pin for block in pinned if block is not None]
         if not pins:
@@ -271,6 +309,7 @@ def pin(namespace: str, keys: Sequence[bytes], options: ReadOptions) -> Operatio
         sources=list(options.sources),
         locate=options.locate,
         deadline_ms=options.deadline_ms,
+        tier=options.tier,
     )
     reply: PinReply = yield Call(Kind.PIN, body, PinReply, _undo_pin)
     _expect(reply.blocks, len(keys))
@@ -292,18 +331,19 @@ def _taker(
                 taken.append(None)
                 continue
             view = mapping.view(block.region, block.offset, block.size).toreadonly()
-            damaged = check is not None and not intact(check[index], block, view)
-            taken.append(None if damaged else sink.take(index, block, view))
+            damaged = check is not None and not intact(check[index], block.checksum, view)
+            taken.append(None if damaged else sink.take(index, view, block.meta))
         return taken
 
     return take
 
 
-def intact(key: bytes, block: PinnedBlock, view: memoryview) -> bool:
-    """Whether the bytes match the block's checksum; logs it when they do not."""
-    if xxhash.xxh3_64_intdigest(view) == block.checksum:
+def intact(key: bytes, checksum: int | None, view: memoryview) -> bool:
+    """Whether the bytes match the checksum; logs it when they do not. Without one, they are believed: the
+    node has worked out none yet, and so there is none that damage could have been compared with."""
+    if checksum is None or xxhash.xxh3_64_intdigest(view) == checksum:
         return True
-    log.warning("a stored value is damaged and counts as a miss key=%s size=%d", show_key(key), block.size)
+    log.warning("a stored value is damaged and counts as a miss key=%s size=%d", show_key(key), len(view))
     return False
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
 from mooncaked.api.protocol import REPLIES
 from mooncaked.client.connection import Connection, Greeting
+from mooncaked.client.direct import Direct
 from mooncaked.client.mapping import Mapping
-from mooncaked.client.operations import Call, Operation, Post, Step, Work
+from mooncaked.client.operations import Call, Operation, Post, Send, Step, Work
+from mooncaked.client.posting import PostCounts, Posting
 from mooncaked.clock import Clock, Deadline
 from mooncaked.errors import ConnectionLost, DeadlineExceeded, Refused
 
@@ -63,6 +68,8 @@ class Borrowed:
             return step.run(connection.mapping)
         if isinstance(step, Post):
             return connection.post(step.kind, step.body, timeout_s)
+        if isinstance(step, Send):
+            return connection.send(step.kind, step.body, step.payload, timeout_s)
         if not isinstance(step, Call):
             return connection.undo(step.kind, step.body, REPLIES.get(step.kind), timeout_s)
         try:
@@ -75,10 +82,14 @@ class Borrowed:
 
 
 class ConnectionPool:
-    """Up to `CONNECTIONS_MAX` connections to one daemon, which share one mapping of its memory."""
+    """Up to `CONNECTIONS_MAX` connections to one daemon, which share one mapping of its memory.
 
-    def __init__(self, path: str, token: str | None, timeout_s: float, clock: Clock) -> None:
+    `direct` and `posting` are for all threads at once: what can be done without an exchange, on the page of
+    one of the connections. None while there is none, or the daemon has no such thing."""
+
+    def __init__(self, path: str, namespace: str, token: str | None, timeout_s: float, clock: Clock) -> None:
         self._path = path
+        self._namespace = namespace
         self._token = token
         self.timeout_s = timeout_s
         self._clock = clock
@@ -92,6 +103,8 @@ class ConnectionPool:
         self._making = 0  # connections that are being made
         self._mapping: Mapping | None = None
         self._closed = False
+        self.direct: Direct | None = None
+        self.posting: Posting | None = None
 
     def forget(self) -> None:
         """In a forked child: close its copies of the parent's sockets, and begin anew."""
@@ -103,6 +116,7 @@ class ConnectionPool:
         """Close idle connections now and borrowed ones when they come back."""
         with self._changed:
             self._closed = True
+            self.direct = self.posting = None
             self._changed.notify_all()
         self._close_idle()
 
@@ -112,6 +126,19 @@ class ConnectionPool:
             if self._idle and not self._closed:
                 return Borrowed(self, self._idle.pop())
         return Borrowed(self, self._take())
+
+    @contextmanager
+    def lend(self, connection: Connection) -> Iterator[Connection | None]:
+        """This very connection for an exchange, or None while another thread has it."""
+        with self._changed:
+            lent = connection in self._idle
+            if lent:
+                self._idle.remove(connection)
+        if not lent:
+            yield None
+            return
+        with Borrowed(self, connection):
+            yield connection
 
     def give_back(self, connection: Connection) -> None:
         """Take a connection back from its thread."""
@@ -139,6 +166,28 @@ class ConnectionPool:
         """Close a connection; under the lock."""
         self._all.discard(connection)
         connection.close()
+        if connection.direct is self.direct:
+            self._choose_direct()
+
+    def _choose_direct(self) -> None:
+        """Let one of the connections be that which all threads use; under the lock."""
+        self.direct = self.posting = None
+        for connection in () if self._closed else self._all:
+            direct, shared = connection.direct, connection.mapping.shared
+            if direct is None or shared is None:
+                continue
+            self.direct = direct
+            if shared.posted is not None and direct.page.slot is not None:
+                self.posting = Posting(
+                    self._namespace,
+                    connection,
+                    direct,
+                    PostCounts(shared, shared.posted, direct.page.slot),
+                    partial(self.lend, connection),
+                    self.timeout_s,
+                    self._clock,
+                )
+            return
 
     def _take(self) -> Connection:
         """An idle connection, or a new one when there may be one more."""
@@ -166,6 +215,8 @@ class ConnectionPool:
                 self._making -= 1
                 if connection is not None:
                     self._all.add(connection)
+                    if self.direct is None:
+                        self._choose_direct()
                 self._changed.notify()
         return connection
 
@@ -173,7 +224,9 @@ class ConnectionPool:
         try:
             with self._changed:
                 self._mapping = mapping = greeting.map(self._mapping)
-            return Connection(greeting, mapping)
+            connection = Connection(greeting, mapping)
+            connection.open_direct(self._namespace, self.timeout_s)
+            return connection
         except BaseException:
             greeting.close()
             raise

@@ -50,6 +50,7 @@ class _Plan:
     refusal: Refusal | None
     prefill: Sequence[Site]  # the candidates
     decode: Sequence[Site]
+    found: Found  # in the family that was chosen
 
 
 class Conductor:
@@ -108,6 +109,8 @@ class Conductor:
     def schedule(self, ask: Ask, term: int, *, degraded: bool = False) -> Decision:
         """Choose instances and reserve them. With `ask.prefilled_on`, only decode is chosen (again).
 
+        A leader's decision names blocks to `prefetch` too; nodes do not obey who decides without leading.
+
         Raises `NoInstance`, `ContextLengthExceeded`, or `AdmissionRefused`."""
         now_ms = self._now_ms()
         self.ledger.expire(now_ms)
@@ -116,8 +119,9 @@ class Conductor:
         plan = self._plan(ask, term, degraded, now_ms)
         if plan.refusal is not None:
             raise _refused(plan.refusal)
-        self.ledger.reserve(plan.decision, now_ms, self.settings.reservation_ttl_ms)
-        return plan.decision
+        decision = plan.decision
+        self.ledger.reserve(decision, now_ms, self.settings.reservation_ttl_ms)
+        return self._with_prefetch(ask, decision, [decision.prefill, decision.decode], plan.found)
 
     def explain(self, ask: Ask, term: int) -> Explanation:
         """All candidates' terms, and what would be decided. Raises as `schedule`, but for refusals."""
@@ -180,7 +184,7 @@ class Conductor:
             decode_terms=decode,
         )
         refusal = admit_arrival(self.settings.admission, forecast, self.settings.limits)
-        return _Plan(decision, refusal, sites, targets)
+        return _Plan(decision, refusal, sites, targets, found)
 
     def _forecast(
         self,
@@ -244,7 +248,8 @@ class Conductor:
             decode_terms=decode,
         )
         self.ledger.reserve(decision, now_ms, self.settings.reservation_ttl_ms, prefilled=True)
-        return decision
+        moved = [] if decision.decode == before.decode else [decision.decode]
+        return self._with_prefetch(ask, decision, moved, found)
 
     def _keep_or_choose(self, ask: Ask, before: Decision, found: Found, now_ms: float) -> Site:
         """The instance decided on before, unless another has less against it."""
@@ -266,6 +271,15 @@ class Conductor:
         return [name for name in names if name != decode_node]
 
     # --- helpers ---------------------------------------------------------------------------------------
+
+    def _with_prefetch(
+        self, ask: Ask, decision: Decision, instances: Sequence[str], found: Found
+    ) -> Decision:
+        """`decision` with what the nodes of `instances` should prefetch; what is reserved goes without."""
+        if decision.degraded or not found.match.slow:
+            return decision
+        wanted = self.scheduler.prefetches(ask, decision.family, instances, found)
+        return msgspec.structs.replace(decision, prefetch=wanted) if wanted else decision
 
     def _model(self, ask: Ask) -> Model:
         model = self.fleet.model(ask.model)

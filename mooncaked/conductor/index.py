@@ -258,10 +258,14 @@ class PrefixIndex:
 
     def slow_blocks(self, match: Match, node_id: str, depth: int) -> int:
         """How many of the first `depth` blocks `node_id` has on SSD only."""
+        return len(self.slow_positions(match, node_id, depth))
+
+    def slow_positions(self, match: Match, node_id: str, depth: int) -> list[int]:
+        """Which of the first `depth` blocks `node_id` has on SSD only, root first."""
         if not match.slow or (source := self._current.get(node_id)) is None:
-            return 0
+            return []
         bit = 1 << (_STRIDE * source)
-        return sum(1 for position, mask in match.slow if position < depth and mask & bit)
+        return [position for position, mask in match.slow if position < depth and mask & bit]
 
     def holders(self, namespace: str, key: bytes) -> list[Holder]:
         """Every visible copy of one block."""

@@ -70,7 +70,15 @@ class DecodeTerms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     total_ms: float  # handoff and the expected answer
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
+class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks that a node has only on its disks, and that a request which was just placed will read there."""
+
+    node_id: str
+    namespace: str
+    keys: list[bytes]  # root first
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where a request goes. With `prefill == decode`, one call does it all."""
 
     request_id: str
@@ -92,6 +100,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     tbt_ms: float
     prefill_terms: PrefillTerms
     decode_terms: DecodeTerms
+    prefetch: list[Prefetch] = []  # for whoever decided: to be ordered now, and not passed on
 
     @property
     def single(self) -> bool:

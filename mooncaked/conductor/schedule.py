@@ -14,7 +14,7 @@ from mooncaked.conductor.cost import PULL_LATENCY_MS, Estimators
 from mooncaked.conductor.fleet import RANK_NODE_AWAY, Fleet, Site
 from mooncaked.conductor.index import Match, PrefixIndex
 from mooncaked.conductor.ledger import Ledger
-from mooncaked.conductor.messages import Ask, DecodeTerms, Family, PrefillTerms
+from mooncaked.conductor.messages import Ask, DecodeTerms, Family, Prefetch, PrefillTerms
 from mooncaked.conductor.policies import DecodeCosts, Policy, PrefillCosts
 from mooncaked.types import Role
 
@@ -280,6 +280,21 @@ class Scheduler:
         deep = found.match.deepest() // 2
         names += [n for n in found.order if found.depths[n] > deep and n not in names]
         return [name for name in names if name != decode_node][:SOURCES_MAX]
+
+    def prefetches(self, ask: Ask, family: Family, instances: Sequence[str], found: Found) -> list[Prefetch]:
+        """What the nodes of `instances` should bring into memory: blocks of the prompt that they have on
+        disks alone. Nothing for a node that is away, or that its engine cannot read from."""
+        if not found.match.slow:
+            return []
+        sites = [self.fleet.sites[name] for name in instances]
+        nodes = dict.fromkeys(site.node_id for site in sites if site.hands_over)
+        keys, wanted = ask.chains[family], []
+        for node_id in nodes:
+            slow = self.index.slow_positions(found.match, node_id, found.depths.get(node_id, 0))
+            if slow:
+                names = [keys[position] for position in slow]
+                wanted.append(Prefetch(node_id=node_id, namespace=family.namespace, keys=names))
+        return wanted
 
 
 def _by_family(sites: Sequence[Site]) -> list[Sequence[Site]]:

@@ -9,51 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
-from typing import TypeVar
+from collections.abc import Callable, Mapping
 
 import msgspec
 
-from mooncaked.api.frames import FrameParser
-from mooncaked.api.protocol import (
-    VERSION_MAX,
-    VERSION_MIN,
-    Delta,
-    FrameHead,
-    Hello,
-    HelloReply,
-    Kind,
-    Side,
-    Snapshot,
-    Struct,
-    Subscribe,
-    SubscribeReply,
-    decode_body,
-    decode_reply,
-    encode_frame,
-)
+from mooncaked.api.protocol import Delta, Kind, Snapshot, Subscribe, SubscribeReply
 from mooncaked.clock import Clock
 from mooncaked.conductor.index import PrefixIndex
-from mooncaked.errors import ConnectionLost, MooncakeError, ProtocolError, Unreachable
+from mooncaked.conductor.link import Link, Stream
+from mooncaked.errors import MooncakeError
 from mooncaked.types import NodeRecord
-from mooncaked.units import split_address
 
 log = logging.getLogger(__name__)
 
-CONNECT_S = 2.0
-SILENCE_S = 3.0  # a node sends a heartbeat every second
 KEEP_S = 30.0  # how long the blocks of a broken subscription can be taken up again
 _PAUSE_S = 0.1  # before another attempt; doubles with each failure, up to
 _PAUSE_MAX_S = 3.0
-_READ_BYTES = 256 << 10
 _SWEEP_KEYS = 20_000
 _SWEEP_EVERY_S = 0.2
 _SWEEP_PAUSE_S = 0.005  # between two steps of one sweep: decisions come first
-
-R = TypeVar("R", bound=Struct)
 
 
 class SubscriptionState(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,13 +64,7 @@ class Subscriber:
         self._clock = clock
         self._rng = rng
         self._on_away = on_away
-        self._hello = Hello(
-            version_min=VERSION_MIN,
-            version_max=VERSION_MAX,
-            side=Side.CONDUCTOR,
-            name=f"conductor[{os.getpid()}]",
-            token=token,
-        )
+        self._link = Link(token, "a subscription")
         self._subscriptions: dict[str, _Subscription] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
@@ -132,8 +101,7 @@ class Subscriber:
         return all(s.state in ("live", "away") for s in self._subscriptions.values())
 
     def _begin(self, record: NodeRecord) -> None:
-        link = _Link(self._hello, self._clock)
-        subscription = _Subscription(record, self._index, link, self._clock, self._rng, self._tell_away)
+        subscription = _Subscription(record, self._index, self._link, self._clock, self._rng, self._tell_away)
         self._subscriptions[record.node_id] = subscription
         self._start(record.node_id)
 
@@ -154,84 +122,6 @@ class Subscriber:
             self._on_away(away)
 
 
-class _Link:
-    """Makes connections to nodes."""
-
-    def __init__(self, hello: Hello, clock: Clock) -> None:
-        self._hello = hello
-        self._clock = clock
-
-    @asynccontextmanager
-    async def open(self, record: NodeRecord) -> AsyncIterator[_Stream]:
-        """A greeted connection; raises `Unreachable`, or what the node answered."""
-        stream = None
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                host, port = split_address(record.peer_address)
-                stream = _Stream(*await asyncio.open_connection(host, port), record.peer_address)
-                reply = await stream.ask(Kind.HELLO, self._hello, HelloReply)
-            if reply.node_id != record.node_id:
-                problem = f"node {reply.node_id} answers there, not {record.node_id}"
-                raise ProtocolError(peer=record.peer_address, problem=problem)
-            stream.version = reply.version
-            yield stream
-        except (OSError, ValueError) as error:  # TimeoutError is an OSError
-            cause = str(error) or f"no answer within {CONNECT_S:.0f} s"
-            remedy = "Check that mooncaked runs there"
-            what = f"node {record.node_id}"
-            raise Unreachable(what=what, address=record.peer_address, cause=cause, remedy=remedy) from error
-        finally:
-            if stream is not None:
-                await stream.close()
-
-
-class _Stream:
-    """A connection that carries frames."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> None:
-        self.version = VERSION_MAX
-        self._reader, self._writer = reader, writer
-        self._peer = peer
-        self._request_id = 0
-        self._frames = self._receive(FrameParser(peer))
-
-    async def ask(self, kind: Kind, body: Struct, cls: type[R]) -> R:
-        """Send one request and wait for its reply."""
-        self._request_id += 1
-        self._writer.write(encode_frame(kind, self._request_id, body, version=self.version))
-        head, data = await self.next()
-        return decode_reply(head, data, cls, self._peer)
-
-    async def next(self) -> tuple[FrameHead, bytes]:
-        """The next frame; raises `ConnectionLost` at the end of the stream, and after `SILENCE_S` without."""
-        try:
-            async with asyncio.timeout(SILENCE_S):
-                return await anext(self._frames)
-        except StopAsyncIteration:
-            cause = "the node closed it"
-        except TimeoutError:
-            cause = f"nothing came for {SILENCE_S:.0f} s"
-        raise ConnectionLost(what=self._peer, operation="a subscription", cause=cause)
-
-    def event(self, head: FrameHead, data: bytes, kind: Kind, cls: type[R]) -> R:
-        """Decode a frame that must be of `kind`; raises the error that came instead, or `ProtocolError`."""
-        if head.kind is Kind.ERROR:
-            return decode_reply(head, data, cls, self._peer)
-        if head.kind is not kind or head.reply:
-            raise ProtocolError(peer=self._peer, problem=f"{head.kind.name} came where {kind.name} was due")
-        return decode_body(data, cls, self._peer)
-
-    async def close(self) -> None:
-        """End the connection."""
-        self._writer.close()
-        await self._frames.aclose()
-
-    async def _receive(self, parser: FrameParser) -> AsyncGenerator[tuple[FrameHead, bytes], None]:
-        while data := await self._reader.read(_READ_BYTES):
-            for frame in parser.feed(data):
-                yield frame
-
-
 class _Subscription:
     """One node: connects, follows, tries again, for ever."""
 
@@ -239,7 +129,7 @@ class _Subscription:
         self,
         record: NodeRecord,
         index: PrefixIndex,
-        link: _Link,
+        link: Link,
         clock: Clock,
         rng: random.Random,
         changed: Callable[[], None],
@@ -307,7 +197,7 @@ class _Subscription:
                 head, data = await stream.next()
                 self._delta(stream.event(head, data, Kind.DELTA, Delta))
 
-    async def _snapshot(self, stream: _Stream, epoch: int) -> None:
+    async def _snapshot(self, stream: Stream, epoch: int) -> None:
         """Read a snapshot into a new source, which replaces the old one when all of it is there."""
         self.state = "snapshot"
         source = self._index.begin(self.record.node_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from mooncaked.conductor.messages import Decision
+from mooncaked.conductor.orders import RESULTS
 from mooncaked.gateway.shapes import Usage
 
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
@@ -37,6 +38,9 @@ class Counters:
         self.reused_tokens = counter("reused_tokens", "Prompt tokens that came from the cache.")
         self.answer_tokens = counter("answer_tokens", "Tokens of the answers of served requests.")
         self.engine_failures = counter("engine_failures", "Calls to engines that failed.")
+        self.prefetch_orders = counter("prefetch_orders", "Orders to nodes to prefetch, by result.", "result")
+        for result in RESULTS:
+            self.prefetch_orders.labels(result)
 
     def decided(self, decision: Decision, seconds: float) -> None:
         """A decision came, `seconds` after it was asked for."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import aiohttp
@@ -19,7 +19,7 @@ import msgspec
 from mooncaked.clock import Clock
 from mooncaked.cluster.records import Leader
 from mooncaked.conductor.core import Conductor
-from mooncaked.conductor.messages import Ask, Decision, Observation
+from mooncaked.conductor.messages import Ask, Decision, Observation, Prefetch
 from mooncaked.errors import MooncakeError, NoInstance, NotLeader, from_wire
 from mooncaked.gateway.wire import AskBody, ReleaseBody, ask_body
 
@@ -65,7 +65,9 @@ _error = msgspec.json.Decoder(_ErrorAnswer).decode
 
 
 class Dispatch:
-    """Takes asks and returns decisions, wherever they are made. Call `start` before and `close` after."""
+    """Takes asks and returns decisions, wherever they are made. Call `start` before and `close` after.
+
+    `prefetch` is called with a term and what nodes should prefetch in it; it must not wait."""
 
     def __init__(
         self,
@@ -74,8 +76,10 @@ class Dispatch:
         term: Callable[[], int | None],
         candidate_id: str,
         clock: Clock,
+        prefetch: Callable[[int, Sequence[Prefetch]], None],
     ) -> None:
         self._conductor = conductor
+        self._prefetch = prefetch
         self._view = view
         self._term = term
         self._candidate_id = candidate_id
@@ -115,6 +119,14 @@ class Dispatch:
 
     # --- decisions ------------------------------------------------------------------------------------
 
+    def decide(self, ask: Ask, term: int, *, degraded: bool = False) -> Decision:
+        """Decide and reserve here, and have nodes prefetch for it. Raises what `Conductor.schedule` does."""
+        decision = self._conductor.schedule(ask, term, degraded=degraded)
+        if not decision.prefetch:
+            return decision
+        self._prefetch(term, decision.prefetch)
+        return msgspec.structs.replace(decision, prefetch=[])
+
     async def schedule(self, ask: Ask, seen: Observation) -> Decision:
         """Decide and reserve, here or at the leader, after taking `seen` (of an earlier try) into account.
 
@@ -123,7 +135,7 @@ class Dispatch:
         while True:
             if (term := self._term()) is not None:
                 self._leaderless_since_s = None
-                return self._conductor.schedule(ask, term)
+                return self.decide(ask, term)
             leader = self._askable_leader()
             if leader is not None:
                 try:
@@ -133,7 +145,7 @@ class Dispatch:
                     continue
             if (left_s := self._patience_left_s()) <= 0.0:
                 log.info("decided without a leader request=%s", ask.request_id)
-                return self._conductor.schedule(ask, 0, degraded=True)
+                return self.decide(ask, 0, degraded=True)
             await self._wait_for_change(left_s)
 
     async def decode(self, ask: Ask, seen: Observation) -> Decision:
@@ -152,7 +164,7 @@ class Dispatch:
             except NoInstance as error:
                 log.info("leader cannot place the decode, deciding here cause=%s", error)
         term = self._term()
-        return self._conductor.schedule(ask, term or 0, degraded=term is None)
+        return self.decide(ask, term or 0, degraded=term is None)
 
     async def explain(self, ask: Ask) -> bytes | None:
         """The leader's explanation, as JSON; None when this candidate's own is to be taken."""

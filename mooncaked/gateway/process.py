@@ -22,6 +22,7 @@ from mooncaked.cluster.view import ClusterView
 from mooncaked.conductor import admission
 from mooncaked.conductor.core import Conductor, Settings
 from mooncaked.conductor.index import PrefixIndex
+from mooncaked.conductor.orders import Orders
 from mooncaked.conductor.policies import make_policy
 from mooncaked.conductor.subscriber import Subscriber
 from mooncaked.config import Config
@@ -67,7 +68,10 @@ class Candidate:
             index, token=token, clock=clock, rng=rng, on_away=self.conductor.fleet.set_away
         )
         self.engines = Engines()
-        self.dispatch = Dispatch(self.conductor, view, term, candidate_id, clock)
+        self.orders = Orders(
+            lambda: view.nodes, token, lambda result: counters.prefetch_orders.labels(result).inc()
+        )
+        self.dispatch = Dispatch(self.conductor, view, term, candidate_id, clock, self.orders.prefetch)
         self.watchdog = Watchdog(lambda: self.conductor.fleet.sites)
         prompts = Prompts(self.engines, self.conductor.failed)
         serving = Serving(self.engines, self.dispatch, self.watchdog, counters, clock)
@@ -166,6 +170,7 @@ async def run_conductor(
         election.on_change(lambda _standing: candidate.dispatch.wake())
         await candidate.engines.start()
         stack.push_async_callback(candidate.engines.close)
+        stack.push_async_callback(candidate.orders.close)
         await candidate.dispatch.start()
         stack.push_async_callback(candidate.dispatch.close)
         async with asyncio.TaskGroup() as group:

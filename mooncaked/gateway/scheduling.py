@@ -65,7 +65,7 @@ class SchedulingApi:
             term = self._leading()
             ask = await self._asked(body)
             self._conductor.observe(ask.request_id, seen)
-            return as_json(self._conductor.schedule(ask, term))
+            return as_json(self._dispatch.decide(ask, term))
         ask = await self._asked(body)
         if ask.prefilled_on is not None:
             return as_json(await self._dispatch.decode(ask, seen))

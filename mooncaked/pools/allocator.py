@@ -57,6 +57,27 @@ class PageAllocator:
         self.used += count
         return start
 
+    def adopt(self, runs: Iterable[tuple[int, int]]) -> set[int]:
+        """Take exactly these runs (first page, length), sorted; the first pages of those that could be taken.
+        Raises `IntegrityError` when something was taken before."""
+        if self.used:
+            self._broken(f"{self.used} pages are taken already")
+        if self.pages:
+            self._unfile(0)
+            self._free_ends.clear()
+        position = 0
+        for start, count in runs:
+            if start < position or count < 1 or start + count > self.pages:
+                continue
+            if start > position:
+                self._file(position, start - position)
+            self._taken[start] = count
+            self.used += count
+            position = start + count
+        if position < self.pages:
+            self._file(position, self.pages - position)
+        return set(self._taken)
+
     def give(self, start: int) -> None:
         """Free the run that `take` returned; raises `IntegrityError` when no taken run starts there."""
         count = self._taken.pop(start, None)
@@ -191,6 +212,48 @@ class Allocator:
             self._pages.give(page.page)
         else:
             self._open[page.units][page.page] = page
+
+    def adopt(self, extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Take exactly these (offset, size), which an allocator of this capacity once gave out; those that
+        could be taken. One that reaches over the end, over another one, or into a page whose slots do not fit
+        it is left out. Only for an allocator from which nothing was taken yet."""
+        small: dict[int, list[tuple[int, int]]] = {}  # page -> its extents
+        large: dict[int, tuple[int, int]] = {}  # page -> the extent that starts there
+        for offset, size in extents:
+            if size <= SMALL_MAX:
+                small.setdefault(offset // PAGE, []).append((offset, size))
+            elif offset % PAGE == 0:
+                large.setdefault(offset // PAGE, (offset, size))
+        runs = {page: -(-size // PAGE) for page, (_, size) in large.items()}
+        for page in small:
+            runs.setdefault(page, 1)
+        taken = self._pages.adopt(sorted(runs.items()))
+        found = [extent for page, extent in large.items() if page in taken]
+        for page in small.keys() - large.keys():
+            if page in taken:
+                found += self._adopt_slots(page, small[page])
+        return found
+
+    def _adopt_slots(self, number: int, extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Cut page `number`, which is taken, so that its extents are slots; those that became one."""
+        offsets = {offset for offset, _ in extents}
+        widest = max(size for _, size in extents)
+        fitting = (
+            units
+            for units in _SLOT_UNITS
+            if units * UNIT >= widest
+            and all(at % PAGE % (units * UNIT) == 0 and at % PAGE + units * UNIT <= PAGE for at in offsets)
+        )
+        units = next(fitting, None)
+        if units is None or len(offsets) != len(extents):
+            self._pages.give(number)
+            return []
+        page = self._slot_pages[number] = _SlotPage(number, units)
+        page.free = [n for n in page.free if number * PAGE + n * units * UNIT not in offsets]
+        if page.free:
+            self._open[units][number] = page
+        self._slots_taken |= offsets
+        return extents
 
     @property
     def used_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What the store needs of a pool of memory, whichever tier it is."""
+"""What is common to all pools of memory, and what the store needs of one that this process can address."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Protocol
 from mooncaked.types import Tier
 
 
-class Pool(Protocol):
-    """One region of memory that blocks lie in. It belongs to whoever built it; the store only reads these."""
+class Region(Protocol):
+    """One region of memory that blocks lie in, of whatever tier. It belongs to whoever built it."""
 
     @property
     def region(self) -> int:
@@ -21,6 +21,13 @@ class Pool(Protocol):
     @property
     def size(self) -> int:
         """Bytes, a multiple of 4096."""
+
+    def close(self) -> None:
+        """Give the memory back, as soon as nobody uses it. May be called again."""
+
+
+class Pool(Region, Protocol):
+    """A region in host memory, which is read and written through a view; the store only reads these."""
 
     @property
     def view(self) -> memoryview:

@@ -57,6 +57,36 @@ def test_node_show_lists_what_runs_on_it(cluster: Ctl) -> None:
     assert "zone=a" in cluster.out
 
 
+DISK = {
+    "directory": "/mnt/nvme0",
+    "state": "active",
+    "reason": "",
+    "capacity_bytes": 1 << 40,
+    "used_bytes": 1 << 39,
+    "blocks": 1000,
+    "errors": {"write_error": 2},
+}
+
+
+def test_node_show_lists_the_disks_with_their_state(cluster: Ctl) -> None:
+    cluster("node", "show", "node-1")
+    assert "DISK" not in cluster.out
+    cluster.web.disks = [DISK, {**DISK, "directory": "/mnt/nvme1", "state": "failed", "reason": "it is gone"}]
+    disks = cluster.json("node", "show", "node-1")["node"]["disks"]
+    assert [disk["state"] for disk in disks] == ["active", "failed"]
+    cluster("node", "show", "node-1")
+    lines = [line.split() for line in cluster.out.splitlines()]
+    assert ["/mnt/nvme0", "active", "1.0", "TiB", "50", "%", "1,000", "2", "-"] in lines
+    assert ["/mnt/nvme1", "failed", "1.0", "TiB", "50", "%", "1,000", "2", "it", "is", "gone"] in lines
+    assert ["evicted", "before", "they", "could", "be", "written", "3"] in lines
+
+
+def test_status_warns_of_a_disk_that_took_itself_out(cluster: Ctl) -> None:
+    cluster.web.disks = [{**DISK, "state": "read_only", "reason": "5 writes in a row failed"}]
+    assert cluster("status") == 10
+    assert "disk /mnt/nvme0 of node node-1 is read-only: 5 writes in a row failed" in cluster.err
+
+
 def test_instance_list_and_show(cluster: Ctl) -> None:
     (instance,) = cluster.json("instance", "list")["instances"]
     assert (instance["instance_id"], instance["healthy"], instance["role"]) == ("both-1", True, "both")

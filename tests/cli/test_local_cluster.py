@@ -15,7 +15,7 @@ import pytest
 
 from mooncakectl.local.cluster import LocalCluster
 from mooncakectl.local.etcd_server import free_ports
-from mooncakectl.local.plan import LocalOptions, Part, ProcessPlan, gateway_urls
+from mooncakectl.local.plan import LocalOptions, Part, ProcessPlan, gateway_urls, shm_path
 from mooncakectl.local.progress import Progress
 from mooncakectl.local.state import (
     ClusterState,
@@ -155,8 +155,12 @@ def test_purge_removes_what_is_ours_and_nothing_else(local: Local) -> None:
     (local.directory / "notes.txt").write_text("mine")
     state = local.up()
     cluster = local.cluster()
+    kept = shm_path(Path(state.socket_dir) / "node-1")
+    assert kept.stat().st_mode & 0o077 == 0
+    (kept / "region-0").write_bytes(b"the memory of a node")
     cluster.down()
     assert not Path(state.socket_dir).exists()
+    assert not kept.exists(), "the memory that outlives a node does not outlive the cluster"
     cluster.purge()
     assert [path.name for path in local.directory.iterdir()] == ["notes.txt"]
 

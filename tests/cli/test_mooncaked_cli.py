@@ -69,7 +69,7 @@ def test_version() -> None:
         ("[dram]\nsize = 1", [], "{file}: dram.size: 1 has no unit. Write a size in quotes"),
         ("[dram]\nsize = '4GB'", [], "{file}: dram.size: 'GB' in '4GB' is no unit of a size."),
         ("[dram", [], "{file}: line 1 (end of the file): no valid TOML:"),
-        ("[gpu]", [], "{file}: gpu: there is no such section."),
+        ("[xyzzy]", [], "{file}: xyzzy: there is no such section."),
         ("", ["--set", "dram.size"], "--set: dram.size: it gives no value."),
         ("", ["--set", "dram.sise=1GiB"], "--set: dram.sise: there is no such key. Did you mean"),
     ],

@@ -128,6 +128,7 @@ async def running(
             watchdog.cancel()
             await runner.cleanup()
             await candidate.dispatch.close()
+            await candidate.orders.close()
             await candidate.engines.close()
             for engine in result.engines:
                 await engine.stop()

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from mooncaked.clock import SystemClock
+from mooncaked.conductor import link
 from mooncaked.conductor import subscriber as subscribing
 from mooncaked.conductor.index import PrefixIndex
 from mooncaked.conductor.subscriber import Subscriber
@@ -127,7 +128,7 @@ async def test_a_killed_node_leaves_the_index_at_once(setup: Make) -> None:
 async def test_a_node_that_falls_silent_leaves_the_index(
     setup: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subscribing, "SILENCE_S", 0.3)
+    monkeypatch.setattr(link, "SILENCE_S", 0.3)
     s = await setup()
     node = await s.node("n1", 1)
     s.follow(node)

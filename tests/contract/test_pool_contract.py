@@ -1,4 +1,4 @@
-"""What the store relies on in a pool, for the real one and for the fake that other tests use."""
+"""What is relied on in a pool, for the real ones and for the fake that other tests use."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from mooncaked.pools.base import Pool
+from mooncaked.pools.base import Pool, Region
 from mooncaked.pools.dram import DramPool
+from mooncaked.pools.gpu import GpuPool
 from mooncaked.types import Tier
 from tests.fakes.heap_pool import HeapPool
 
@@ -71,3 +72,33 @@ def test_a_closed_pool_gives_no_memory_and_may_be_closed_again(make_pool: MakePo
     pool.close()
     with pytest.raises(ValueError, match="released"):
         pool.view[0:1]
+
+
+# --- a region of any tier ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "tier"),
+    [
+        (DramPool, Tier.DRAM),
+        (HeapPool, Tier.DRAM),
+        (lambda size, region: GpuPool("cpu", size, region), Tier.GPU),
+    ],
+    ids=["dram", "heap", "gpu"],
+)
+def test_a_region_says_what_it_is_and_may_be_closed_again(
+    make: Callable[[int, int], Region], tier: Tier
+) -> None:
+    region = make(1 << 20, 3)
+    assert (region.size, region.region, region.tier) == (1 << 20, 3, tier)
+    region.close()
+    region.close()
+
+
+def test_the_view_of_a_gpu_that_is_a_stand_in_is_its_memory() -> None:
+    pool = GpuPool("cpu", 8192, 0)
+    assert pool.view is not None
+    part = pool.view[10:14]
+    pool.copy_in(10, b"kept").wait()
+    pool.close()
+    assert bytes(part) == b"kept", "a slice outlives the pool"

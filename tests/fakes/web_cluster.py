@@ -19,6 +19,7 @@ POOL = {
     "stored": 140,
     "evicted": 12,
 }
+MOVED = {"demoted_blocks": 70, "promoted_blocks": 50, "unsaved_blocks": 3, "failed_blocks": 0}
 CONDUCTOR = {"leader": "node-1", "instances": [{"instance_id": "both-1", "running": 2}]}
 
 
@@ -28,6 +29,7 @@ class WebCluster:
     def __init__(self) -> None:
         self.healthy = True  # the engine
         self.models = ["tiny"]
+        self.disks: list[dict[str, Any]] = []  # of the node
         self.replicas: dict[str, list[dict[str, Any]]] = {}
         self.located: list[dict[str, Any]] = []  # requests
         self.chats: list[dict[str, Any]] = []  # requests
@@ -66,7 +68,7 @@ class WebCluster:
     async def _serve(self) -> web.AppRunner:
         app = web.Application()
         answers: dict[str, Callable[[], Any]] = {
-            "/v1/status": lambda: {"pool": POOL, "not_ready": []},
+            "/v1/status": lambda: {"pool": POOL, "not_ready": [], "tiers": {"disks": self.disks, **MOVED}},
             "/v1/models": lambda: {"data": [{"id": model} for model in self.models]},
             "/v1/conductor": lambda: CONDUCTOR,
         }

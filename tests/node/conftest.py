@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,3 +35,11 @@ def own_etcd(tmp_path: Path) -> Iterator[EtcdServer]:
     server = EtcdServer(tmp_path / "etcd", client, peer, tmp_path / "etcd.log")
     yield server
     server.kill()
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """A directory of shared memory that is removed in the end, whatever a killed process leaves there."""
+    folder = Path(tempfile.mkdtemp(prefix="mooncaked-test-", dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder)

@@ -51,18 +51,22 @@ class Daemon:
     def __init__(self, folder: Path, etcd: str, prefix: str, **settings: str) -> None:
         """`settings` are keys with two underscores for the dot, for example `dram__size="1GiB"`."""
         self.folder = folder
+        self.etcd, self.prefix = etcd, prefix
         folder.mkdir(parents=True, exist_ok=True)
         self.socket_path = folder / "c.sock"
         self.log_path = folder / "log"
         self.config_path = folder / "mooncaked.toml"
         self.environment: dict[str, str] = {}
         self.arguments: list[str] = []
+        self.launcher: list[str] = []  # before the command
+        self.pass_fds: list[int] = []
         self._settings = {
             "node.state_dir": str(folder / "state"),
             "listen.client_socket": str(self.socket_path),
             "listen.peer": "127.0.0.1:0",
             "listen.http": "127.0.0.1:0",
             "dram.size": "16MiB",
+            "dram.warm_restart": "off",
             "etcd.endpoints": etcd,
             "etcd.prefix": prefix,
             "etcd.lease_ttl": "3s",
@@ -75,6 +79,7 @@ class Daemon:
         self._manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._manager.bind(str(folder / "notify"))
         self._manager.setblocking(False)
+        self.kept_fds: dict[str, int] = {}  # what it gave the service manager to keep, by name
         self.notified: list[str] = []  # what the service manager was told since the last start
         self.config_path.write_text("")
 
@@ -90,12 +95,13 @@ class Daemon:
         self.log_path.write_bytes(b"")
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                command,
+                [*self.launcher, *command],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=environment | self.environment,
+                pass_fds=self.pass_fds,
             )
         return self
 
@@ -122,8 +128,25 @@ class Daemon:
         """All that the service manager was told, one assignment a line."""
         with contextlib.suppress(BlockingIOError):
             while True:
-                self.notified.append(self._manager.recv(65536).decode())
+                data, fds, _, _ = socket.recv_fds(self._manager, 65536, 1)
+                self.notified.append(data.decode())
+                self._keep(data.decode(), fds)
         return "\n".join(self.notified)
+
+    def _keep(self, message: str, fds: list[int]) -> None:
+        """Keep and give back descriptors, as the service manager's store does."""
+        lines = dict(line.split("=", 1) for line in message.splitlines() if "=" in line)
+        if lines.get("FDSTOREREMOVE") == "1" and lines["FDNAME"] in self.kept_fds:
+            os.close(self.kept_fds.pop(lines["FDNAME"]))
+        for fd in fds:
+            self.kept_fds[lines["FDNAME"]] = fd
+
+    def hand_over_fds(self) -> None:
+        """At the next start, give the daemon what it stored, as the service manager does."""
+        self.notifications()
+        self.pass_fds = list(self.kept_fds.values())
+        names, numbers = ":".join(self.kept_fds), ",".join(map(str, self.pass_fds))
+        self.launcher = [sys.executable, "-c", _HAND_OVER, numbers, names]
 
     def status_line(self) -> str:
         """The status that the service manager shows."""
@@ -147,6 +170,8 @@ class Daemon:
         """For teardown: end it in whatever state it is, and everything that it started."""
         self.kill()
         self._manager.close()
+        for fd in self.kept_fds.values():
+            os.close(fd)
         for pid in self.conductor_pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -202,5 +227,15 @@ class Daemon:
     def client(self, **options: Any) -> Client:
         return Client(self.socket_path, **options)
 
+
+_HAND_OVER = """
+import fcntl, os, sys
+fds = [fcntl.fcntl(int(fd), fcntl.F_DUPFD, 200) for fd in sys.argv[1].split(",")]
+for number, fd in enumerate(fds, 3):
+    os.dup2(fd, number)
+    os.close(fd)
+os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS=str(len(fds)), LISTEN_FDNAMES=sys.argv[2])
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 MakeDaemon = Callable[..., Daemon]

@@ -20,13 +20,17 @@ from typing import Any
 
 import uvloop
 
+from mooncaked.api.counters import ApiCounters
 from mooncaked.api.fetch import Fetcher, Locate
+from mooncaked.api.pages import ClientPages
 from mooncaked.api.peer import PeerServer
 from mooncaked.api.protocol import RegionInfo
-from mooncaked.api.session import SharedRegion
+from mooncaked.api.sharing import SharedRegion
 from mooncaked.api.unix import ClientServer
+from mooncaked.checksums import Checksummer
 from mooncaked.clock import SystemClock
 from mooncaked.pools.dram import DramPool
+from mooncaked.pools.shared_index import SharedIndex
 from mooncaked.store import Store
 from mooncaked.transports.tcp import TcpTransport
 
@@ -44,6 +48,8 @@ class SmallNode:
         peers: Mapping[str, str] | None = None,
         token: str | None = None,
         locate: Locate | None = None,
+        direct: bool = True,
+        fenced: bool | None = None,
         unix_options: Mapping[str, Any] | None = None,
         peer_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -51,18 +57,37 @@ class SmallNode:
         self.node_id = node_id
         self.peers = dict(peers or {})  # addresses by node id; may be changed while it runs
         self.pool = DramPool(size)
+        epoch = secrets.randbits(63)
+        self.index = SharedIndex(1 << 16, epoch, fenced=fenced)
+        self.pages = ClientPages(self.index)
         self.store = Store(
-            self.pool, high_watermark=0.95, low_watermark=0.9, epoch=secrets.randbits(63), clock=SystemClock()
+            self.pool,
+            high_watermark=0.95,
+            low_watermark=0.9,
+            epoch=epoch,
+            clock=SystemClock(),
+            followers=[self.index],
+            readers=self.pages,
         )
+        self.regions = [SharedRegion(RegionInfo(region=self.pool.region, size=self.pool.size), self.pool.fd)]
         self.peer_address = peer
         self._token = token
+        self._direct = direct
         self._locate = locate
         self._unix_options = unix_options or {}
+        self.fetch_options: dict[str, Any] = {}
         self._peer_options = peer_options or {}
 
     async def __aenter__(self) -> SmallNode:
         self.transport = TcpTransport(self.node_id, self._token, rng=random.Random(1))
-        self.fetcher = Fetcher(self.store, self.transport, self.peers.get, self._locate, node_id=self.node_id)
+        self.fetcher = Fetcher(
+            self.store,
+            self.transport,
+            self.peers.get,
+            self._locate,
+            node_id=self.node_id,
+            **self.fetch_options,
+        )
         self.peer_server = PeerServer(
             self.store,
             node_id=self.node_id,
@@ -71,14 +96,18 @@ class SmallNode:
             fetch=self.fetcher.fetch_from_thread,
             **self._peer_options,
         )
-        region = SharedRegion(RegionInfo(region=self.pool.region, size=self.pool.size), self.pool.fd)
+        self.checksummer = Checksummer(self.store)
+        self.counters = ApiCounters()
+        self._upkeep = asyncio.create_task(self._look_after())
         self.client_server = ClientServer(
             self.store,
             self.fetcher,
-            [region],
+            lambda: self.regions,
             node_id=self.node_id,
             path=self.socket,
             token=self._token,
+            pages=self.pages if self._direct else None,
+            counters=self.counters,
             **self._unix_options,
         )
         await asyncio.to_thread(self.pool.prefault)
@@ -90,13 +119,24 @@ class SmallNode:
             raise
         return self
 
+    async def _look_after(self) -> None:
+        while True:
+            await asyncio.sleep(0.01)
+            self.store.look_after()
+
     async def __aexit__(self, *_: object) -> None:
+        self._upkeep.cancel()
         self.store.close()
         await self.client_server.close()
         await asyncio.to_thread(self.peer_server.close)
         self.transport.close()
         await self.fetcher.close()
+        await asyncio.to_thread(self.checksummer.close)
+        self.store.look_after()
         self.store.check_integrity()
+        self.index.check_integrity()
+        self.pages.close()
+        self.index.close()
         self.pool.close()
 
 

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
+import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from mooncaked.cluster.etcd import EtcdOptions, EtcdSession
+from mooncaked.cluster.keys import instance_key
+from mooncaked.cluster.records import encode
+from mooncaked.keys import show_key
+from mooncaked.types import InstanceRecord, Role
 from mooncaked.units import split_address
 from tests.node.daemons import ROOT, Daemon, MakeDaemon, until
+from tests.unit.conductors import instance
 
 
 @pytest.fixture
@@ -158,3 +168,60 @@ def test_a_conductor_loads_nothing_of_a_pool() -> None:
         name for name in loaded if name.startswith(("mooncaked.pools", "mooncaked.transports", "torch"))
     }
     assert not loaded & {"mooncaked.store", "mooncaked.daemon"}
+
+
+def test_it_has_the_node_bring_up_what_a_placed_request_will_read(
+    make_daemon: MakeDaemon, tmp_path: Path, etcd_endpoint: str, etcd_prefix: str
+) -> None:
+    (tmp_path / "disk").mkdir()
+    disk = {
+        "ssd__devices": f"{tmp_path / 'disk'}=64MiB",
+        "ssd__segment_size": "8MiB",
+        "ssd__admission": "all",
+    }
+    daemon = make_daemon(conductor__enabled="true", dram__size="4MiB", **disk).start().ready()
+    engine = instance("e1", Role.BOTH, daemon.status()["node"]["node_id"], kv_bytes_per_token=4 << 10)
+    asyncio.run(register(etcd_endpoint, etcd_prefix, engine))
+    keys = [show_key(b"%d" % number) for number in range(64)]
+    with daemon.client(namespace=engine.namespace) as client:
+        for number in range(64):  # 8 MiB, half of which has to leave
+            client.put(b"%d" % number, bytes(128 << 10))
+            until(partial(saved, daemon, number - 16), "the disk keeping up")
+    until(lambda: gateway(daemon), "the gateway's address in the log")
+
+    def on_disk_alone() -> list[str]:
+        found = post(daemon, "/v1/locate", {"namespace": engine.namespace, "keys": keys})
+        return [key for key in keys if [copy["tier"] for copy in found.get(key, [])] == ["ssd"]]
+
+    until(lambda: len(on_disk_alone()) >= 16, "blocks that are on disk alone")
+    wanted = on_disk_alone()[:4]
+    chain = {"namespace": engine.namespace, "block_tokens": engine.block_tokens, "keys": wanted}
+    ask = {"model": engine.model, "prompt_tokens": 10 * len(wanted) + 1, "chains": [chain]}
+    until(lambda: post(daemon, "/v1/schedule", ask).get("term", 0) > 0, "a leader placing the request")
+    until(lambda: not set(wanted) & set(on_disk_alone()), "the blocks in memory")
+    _, metrics = request(daemon, "GET", "/metrics")
+    assert re.search(r'prefetch_orders_total{result="obeyed"} [1-9]', metrics)
+
+
+def saved(daemon: Daemon, count: int) -> bool:
+    return bool(daemon.status()["tiers"]["demoted_blocks"] >= count)
+
+
+async def register(endpoint: str, prefix: str, record: InstanceRecord) -> None:
+    async with EtcdSession(EtcdOptions(endpoints=[endpoint])) as session:
+        await session.put(instance_key(prefix, record.instance_id), encode(record))
+
+
+def request(daemon: Daemon, method: str, path: str, body: object = None) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(*split_address(gateway(daemon)), timeout=5)
+    try:
+        connection.request(method, path, json.dumps(body))
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
+    finally:
+        connection.close()
+
+
+def post(daemon: Daemon, path: str, body: object) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(request(daemon, "POST", path, body)[1])
+    return found

@@ -25,6 +25,7 @@ async def test_memory_that_runs_out_ends_the_start(tmp_path: Path, monkeypatch: 
         "listen.peer": "127.0.0.1:0",
         "listen.http": "127.0.0.1:0",
         "dram.size": "1MiB",
+        "dram.warm_restart": "off",
         "etcd.endpoints": "127.0.0.1:1",
         "etcd.request_timeout": "200ms",
         "conductor.listen": "127.0.0.1:0",

@@ -46,7 +46,7 @@ def test_a_node_serves_and_is_registered(
     status = daemon.status()
     assert (status["not_ready"], status["node"]["node_id"], status["conductor"]) == ([], node_id, None)
     assert daemon.metric("mooncaked_pool_capacity_bytes") == 16 << 20
-    assert daemon.metric('mooncaked_reads_total{result="hit"}') == 1
+    until(lambda: daemon.metric('mooncaked_reads_total{result="hit"}') == 1, "the hit is counted")
     assert daemon.metric("mooncaked_registered") == 1
     assert 0 < daemon.metric("mooncaked_lease_left_seconds") < 3
     until(lambda: daemon.status_line() == "ready; 1 blocks, 0B of 16MiB in use", "the status line")

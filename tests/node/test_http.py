@@ -12,9 +12,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from mooncaked.api.counters import ApiCounters
-from mooncaked.api.http import NodeHttp
+from mooncaked.api.http import NodeHttp, PoolAdmin
 from mooncaked.api.protocol import Kind
-from mooncaked.errors import AddressInUse, ConfigError, NoLeader
+from mooncaked.errors import AddressInUse, ConfigError, NoLeader, Refused
 
 
 class Status(msgspec.Struct):
@@ -24,7 +24,8 @@ class Status(msgspec.Struct):
 class Served:
     """A listener whose answers the test decides."""
 
-    def __init__(self) -> None:
+    def __init__(self, token: str | None = None) -> None:
+        self.sizes: list[int] = []
         self.reasons: list[str] = []
         self.live = True
         self.fails = False
@@ -35,12 +36,24 @@ class Served:
             ready=lambda: self.reasons,
             live=lambda: self.live,
             status=self._status,
+            pool=PoolAdmin(show=lambda: Status(blocks=7), resize=self._resize, token=token),
         )
 
     def _status(self) -> Status:
         if self.fails:
             raise NoLeader(detail="none was elected")
         return Status(blocks=3)
+
+    def _resize(self, size: int) -> Status:
+        if size < 0:
+            raise Refused(problem="no", remedy="")
+        self.sizes.append(size)
+        return Status(blocks=size)
+
+    async def resize(self, body: object, **headers: str) -> tuple[int, dict[str, object]]:
+        """Status code and JSON of a request to resize the pool."""
+        code, _, text = await self.get("/v1/pool/resize", "POST", json=body, headers=headers)
+        return code, json.loads(text)
 
     async def get(self, path: str, method: str = "GET", **options: object) -> tuple[int, str, str]:
         """Status code, content type and text."""
@@ -127,3 +140,32 @@ async def test_an_address_that_cannot_be_is_a_clear_error() -> None:
     http = NodeHttp("nowhere", CollectorRegistry(), ready=list, live=lambda: True, status=dict)
     with pytest.raises(ConfigError, match=r"listen\.http"):
         await http.start()
+
+
+async def test_the_pool_is_shown_and_resized(served: Served) -> None:
+    assert json.loads((await served.get("/v1/pool"))[2]) == {"blocks": 7}
+    assert await served.resize({"size_bytes": 5}) == (202, {"blocks": 5})
+    assert served.sizes == [5]
+    code, answer = await served.resize({"size_bytes": -5})
+    assert (code, answer["error"]) == (409, {"code": "refused", "message": "Refused: no. "})
+    for body in ({}, {"size_bytes": "5"}, [], {"size_bytes": 5, "more": 1}):
+        assert (await served.resize(body))[0] == 400
+
+
+async def test_who_may_resize() -> None:
+    served = Served(token="s3cret")
+    served.address = await served.http.start()  # type: ignore[attr-defined]
+    for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
+        code, answer = await served.resize({"size_bytes": 5}, **wrong)
+        assert (code, answer["error"]["code"]) == (401, "unauthenticated")  # type: ignore[index]
+    assert (await served.resize({"size_bytes": 5}, Authorization="Bearer s3cret"))[0] == 202
+    await served.http.close()
+
+
+async def test_without_a_token_changes_come_from_this_machine_only(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiohttp.web.BaseRequest.remote", "10.0.0.9")
+    code, answer = await served.resize({"size_bytes": 5})
+    assert code == 401
+    assert "from this machine only, not from 10.0.0.9" in answer["error"]["message"]  # type: ignore[index]

@@ -72,6 +72,14 @@ class AllocatorMachine(RuleBasedStateMachine):
         kept = data.draw(st.lists(st.sampled_from(sorted(self.blocks)), unique=True))
         assert self.allocator.widest_gap(kept) == longest_run(self.busy_pages(kept)) * PAGE
 
+    @rule()
+    def start_again(self) -> None:
+        """A new allocator takes over what the old one gave out, in whatever order it is told."""
+        successor = Allocator(PAGES * PAGE)
+        extents = sorted(self.blocks.items(), key=lambda extent: extent[0] % 7)
+        assert sorted(successor.adopt(extents)) == sorted(self.blocks.items())
+        self.allocator = successor
+
     @invariant()
     def agrees(self) -> None:
         self.allocator.check_integrity()

@@ -11,6 +11,7 @@ from mooncaked.units import (
     format_size,
     join_address,
     parse_duration,
+    parse_ranges,
     parse_size,
     split_address,
 )
@@ -46,3 +47,16 @@ def test_people_read_the_unit_that_fits() -> None:
     assert [format_duration(s) for s in (0, 0.0005, 0.1, 2.5, 10, 600, 3600, 90)] == [
         "0s", "500us", "100ms", "2.5s", "10s", "10min", "1h", "90s",
     ]  # fmt: skip
+
+
+@given(st.sets(st.integers(0, 40)))
+def test_ranges_name_the_numbers_in_them(numbers: set[int]) -> None:
+    assert parse_ranges(",".join(map(str, numbers))) == sorted(numbers)
+    first, last = min(numbers, default=0), max(numbers, default=0)
+    assert parse_ranges(f" {first}-{last} ") == list(range(first, last + 1))
+
+
+@pytest.mark.parametrize("text", ["a", "1-", "-1", "3-2", "1024", "0-5000", "1 2"])
+def test_what_is_no_range_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"no number or range|does not go up"):
+        parse_ranges(text)

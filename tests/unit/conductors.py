@@ -87,6 +87,12 @@ class Small:
         events = [BlockEvent(True, FAMILY.namespace, key, None, 10_000, tier) for key in keys]
         self.index.apply(self._sources[node_id], events)
 
+    def forget(self, node_id: str, key: bytes, tier: Tier = Tier.SSD) -> None:
+        """A node has one block no longer."""
+        self.index.apply(
+            self._sources[node_id], [BlockEvent(False, FAMILY.namespace, key, None, 10_000, tier)]
+        )
+
     def ask(self, request_id: str = "r", tokens: list[int] | int = 100, **fields: Any) -> Ask:
         """A request for `tokens`, or for so many that nobody has seen."""
         if isinstance(tokens, int):

@@ -132,3 +132,24 @@ def test_a_hundred_thousand_blocks_are_allocated_and_freed() -> None:
         allocator.free(offset)
     assert allocator.largest_free() == allocator.capacity
     allocator.check_integrity()
+
+
+def test_extents_that_cannot_have_been_given_out_are_not_adopted() -> None:
+    allocator = Allocator(8 * PAGE)
+    good = [(0, 3 * PAGE), (4 * PAGE, 64), (4 * PAGE + 128, 100)]
+    bad = [
+        (PAGE, 2 * PAGE),  # inside another one
+        (7 * PAGE, 2 * PAGE),  # over the end
+        (5 * PAGE + 64, 2 * PAGE),  # not at a page
+        (6 * PAGE + 32, 10),  # not at a slot
+    ]
+    assert sorted(allocator.adopt([*good, *bad])) == good
+    assert allocator.offsets() == {offset for offset, _ in good}
+    allocator.check_integrity()
+
+
+def test_only_an_untouched_allocator_adopts() -> None:
+    allocator = Allocator(8 * PAGE)
+    allocator.allocate(PAGE)
+    with pytest.raises(IntegrityError, match="1 pages are taken already"):
+        allocator.adopt([(PAGE, PAGE)])

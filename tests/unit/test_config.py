@@ -158,7 +158,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         ("[dram]\nsize", "line 2 (end of the file)", "no valid TOML", ""),
         ('[dram]\nsize = "1GiB"\nsize = "2GiB"\n[log]', "line 3, column", "overwrite", ""),
         ("[darm]\n", "darm", "no such section", "Did you mean the section dram?"),
-        ("[gpu]\n", "gpu", "no such section", "Sections are node, listen"),
+        ("[xyzzy]\n", "xyzzy", "no such section", "Sections are node, listen"),
         ('size = "4GiB"', "size", "no such section", "Put it below [dram]"),
         ("dram = 4", "dram", "it is a section, not a key", "[dram]"),
         ('[dram]\nsiez = "1GiB"', "dram.siez", "no such key", "Did you mean the key size?"),
@@ -209,6 +209,9 @@ def test_one_value_that_is_wrong(tmp_path: Path, text: str, key: str, problem: s
     [
         ("[dram]\nlow_watermark = 0.95", "dram.low_watermark", "not below high_watermark"),
         ("[dram]\nhigh_watermark = 0.5", "dram.low_watermark", "not below"),
+        ('[gpu]\ndevices = ["cuda"]', "gpu.devices", "'cuda' is no name of a device"),
+        ('[gpu]\ndevices = ["cuda:1", "cuda:1"]', "gpu.devices", "'cuda:1' comes twice"),
+        ('[gpu]\nsize = "1048577B"', "gpu.size", "no multiple of 4 KiB"),
         ('[node]\nid = "a/b"', "node.id", "no usable name"),
         ('[node]\nid = "-a"', "node.id", "no usable name"),
         ('[node]\nlabels = { "" = "x" }', "node.labels", "no name"),

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mooncaked.errors import InvalidRequest, NotEnoughMemory
-from mooncaked.pools import dram
+from mooncaked.errors import ConfigError, InvalidRequest, NotEnoughMemory
+from mooncaked.pools import memory
 from mooncaked.pools.dram import DramPool
 
 MIB = 1 << 20
@@ -64,7 +64,7 @@ def test_prefault_stops_when_told_to() -> None:
 
 
 def test_an_older_kernel_allocates_the_file_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dram, "_MADV_POPULATE_WRITE", 255)  # unknown to every kernel: EINVAL
+    monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", 255)  # unknown to every kernel: EINVAL
     pool = DramPool(4 * MIB)
     pool.view[:4] = b"kept"
     assert pool.prefault()
@@ -77,7 +77,7 @@ def test_memory_that_runs_out_while_prefaulting_is_named(monkeypatch: pytest.Mon
     def refuse(address: int, size: int, advice: int) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(dram, "_madvise", refuse)
+    monkeypatch.setattr(memory, "madvise", refuse)
     pool = DramPool(MIB)
     with pytest.raises(
         NotEnoughMemory, match=r"1048576 bytes does not fit here: .*Cannot allocate memory.*dram\.size"
@@ -170,12 +170,103 @@ def test_the_tightest_cgroup_limit_counts(tmp_path: Path) -> None:
     cgroup(tmp_path, "a/b", "max", 600, 50)
     own = tmp_path / "own"
     own.write_text("0::/a/b\n")
-    assert dram._cgroup_left(tmp_path, own) == 400
+    assert memory.cgroup_left(tmp_path, own) == 400
     cgroup(tmp_path, "a/b", "650", 600, 50)
-    assert dram._cgroup_left(tmp_path, own) == 100
+    assert memory.cgroup_left(tmp_path, own) == 100
     cgroup(tmp_path, "a/b", "600", 700, 0)
-    assert dram._cgroup_left(tmp_path, own) == 0
+    assert memory.cgroup_left(tmp_path, own) == 0
 
 
 def test_without_cgroups_there_is_no_such_limit(tmp_path: Path) -> None:
-    assert dram._cgroup_left(tmp_path, tmp_path / "missing") > 1 << 60
+    assert memory.cgroup_left(tmp_path, tmp_path / "missing") > 1 << 60
+
+
+# --- huge pages and NUMA -----------------------------------------------------------------------------------
+
+
+def reserved(kind: str = "hugepages-2048kB") -> int:
+    """How many huge pages are free."""
+    file = Path("/sys/kernel/mm/hugepages") / kind / "free_hugepages"
+    return int(file.read_text()) if file.exists() else 0
+
+
+def test_too_few_huge_pages_are_a_warning_with_a_remedy(caplog: pytest.LogCaptureFixture) -> None:
+    size = (reserved() + 3) * 2 * MIB - 4096
+    pool = DramPool(size, huge_pages="2MiB")
+    assert (pool.huge_pages, pool.size) == ("transparent", size)
+    assert "huge pages are not there, using transparent ones" in caplog.text
+    assert "sysctl vm.nr_hugepages=" in caplog.text
+    pool.close()
+
+
+@pytest.mark.skipif(reserved() < 2, reason="no huge pages are reserved on this machine")
+def test_huge_pages_that_are_reserved_are_used() -> None:
+    before = reserved()
+    pool = DramPool(3 * MIB, huge_pages="2MiB", numa_nodes=[0])
+    assert (pool.huge_pages, pool.size) == ("2MiB", 4 * MIB)
+    assert pool.prefault()
+    pool.view[:5] = b"hello"
+    assert reserved() == before - 2
+    with pytest.raises(PermissionError):
+        os.truncate(pool.fd, 0)
+    pool.discard()
+    assert reserved() == before
+    pool.close()
+
+
+def test_how_many_huge_pages_to_reserve(tmp_path: Path) -> None:
+    folder = tmp_path / "hugepages-2048kB"
+    folder.mkdir()
+    (folder / "nr_hugepages").write_text("10\n")
+    (folder / "free_hugepages").write_text("3\n")
+    assert memory.huge_pages_remedy("2MiB", 100 * MIB, tmp_path) == "sysctl vm.nr_hugepages=57"
+    assert "hugepagesz=1G hugepages=2" in memory.huge_pages_remedy("1GiB", 1025 * MIB, tmp_path)
+
+
+def test_memory_comes_from_the_numa_nodes_that_are_asked_for() -> None:
+    pool = DramPool(MIB, numa_nodes=memory.memory_nodes())
+    assert pool.prefault()
+    assert pool.numa_nodes == tuple(memory.memory_nodes())
+    pool.close()
+    descriptors = psutil.Process().num_fds()
+    with pytest.raises(ConfigError, match=r"dram\.numa: .* NUMA node 900\. Nodes with memory here are: 0"):
+        DramPool(MIB, numa_nodes=[900])
+    assert psutil.Process().num_fds() == descriptors
+
+
+def test_a_system_that_refuses_to_bind_memory_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(memory, "bind_to_nodes", refuse)
+    pool = DramPool(MIB, numa_nodes=[0])
+    assert pool.numa_nodes == ()
+    assert "memory cannot be bound to NUMA nodes" in caplog.text
+    pool.close()
+
+
+def test_which_nodes_there_are(tmp_path: Path) -> None:
+    assert memory.memory_nodes(tmp_path) == [0]
+    (tmp_path / "has_memory").write_text("0-1,4\n")
+    assert memory.memory_nodes(tmp_path) == [0, 1, 4]
+
+
+def test_memory_that_was_given_back_is_gone_for_all_who_map_it() -> None:
+    pool = DramPool(4 * MIB)
+    pool.prefault()
+    with mmap.mmap(pool.fd, 4 * MIB) as theirs:
+        theirs[:5] = b"hello"
+        pool.discard()
+        assert os.fstat(pool.fd).st_blocks == 0
+        assert bytes(theirs[:5]) == bytes(5)
+    pool.close()
+
+
+def test_memory_of_another_size_is_not_adopted() -> None:
+    fd = memory.make_memfd("x", 4096)
+    with pytest.raises(InvalidRequest, match="region 2 has 4096 bytes, not 8192"):
+        DramPool(8192, 2, fd=fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)

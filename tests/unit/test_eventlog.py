@@ -35,3 +35,14 @@ def test_a_reader_may_take_them_in_parts() -> None:
 @pytest.mark.parametrize("since", [-1, 8, 1 << 40])
 def test_a_number_that_the_log_never_gave_is_a_gap(since: int) -> None:
     assert log_of(7).since(since, 10) is None
+
+
+def test_after_a_cut_everybody_needs_a_snapshot() -> None:
+    log: EventLog[int] = EventLog(4)
+    log.append(1)
+    log.cut(2)
+    assert log.since(1, 10) is None
+    assert log.since(2, 10) == []
+    log.append(3)
+    assert log.since(2, 10) == [3]
+    log.check_integrity()

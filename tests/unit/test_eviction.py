@@ -12,12 +12,20 @@ from mooncaked.eviction import LruPolicy, Watermarks
 
 @dataclass(eq=False)
 class Leaf:
-    """The least that the policy needs of a block."""
+    """The least that a policy needs of a block."""
 
     name: str
     pins: int = 0
     children: int = 0
     touched: int = 0
+    namespace: str = ""
+    parent: bytes | None = None
+    size: int = 1
+    policy: object | None = None
+    key: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.key = self.key or self.name.encode()
 
 
 def blocks(names: str) -> list[Leaf]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mooncaked.blocks import Block
+from mooncaked.block import Block, Extent
 from mooncaked.errors import IntegrityError
 from mooncaked.room import Chain, Room
 
@@ -20,20 +20,20 @@ class Pool:
         self.room = Room(pages * PAGE, blocks_max, lambda block: self.gone.append(block.key))
         self.owner = self.room.table.new_owner()
 
-    def place(self, pages: int, parent: bytes | None = None) -> int | None:
+    def place(self, pages: int, parent: bytes | None = None) -> Extent | None:
         return self.room.place(pages * PAGE, Chain(self.room.table, NS, [parent]))
 
     def fill(self, key: bytes, pages: int = 1, parent: bytes | None = None) -> Block:
         """A block that stays in the hands of its writer."""
-        offset = self.place(pages, parent)
-        assert offset is not None
-        block = self.room.table.allocate(NS, key, pages * PAGE, parent, b"", offset)
+        extent = self.place(pages, parent)
+        assert extent is not None
+        block = self.room.enter(NS, key, pages * PAGE, parent, b"", extent)
         block.checksum = self.room.table.fill(block, self.owner)  # the token, until it is complete
         return block
 
     def complete(self, block: Block) -> None:
         self.room.table.complete(self.owner, block.checksum, 0)
-        self.room.policy.touch([block])
+        self.room.touch([block])
         self.room.loosened()
 
     def put(self, key: bytes, pages: int = 1, parent: bytes | None = None) -> Block:
@@ -42,7 +42,7 @@ class Pool:
         return block
 
     def pin(self, block: Block) -> int:
-        self.room.policy.touch([block])
+        self.room.touch([block])
         return self.room.table.pin(self.owner, [block])[0]
 
     def unpin(self, pin: int) -> None:
@@ -71,8 +71,8 @@ def test_eviction_goes_on_until_the_pieces_join() -> None:
     for key in (b"a", b"b", b"c", b"d", b"e", b"f"):
         pool.put(key)
     by_key = pool.room.table.visible(NS)
-    pool.room.policy.touch([by_key[b"b"]])
-    pool.room.policy.touch([by_key[b"d"]])
+    pool.room.touch([by_key[b"b"]])
+    pool.room.touch([by_key[b"d"]])
     pool.put(b"large", pages=3)
     assert pool.gone == [b"a", b"c", b"e", b"f", b"b"], "oldest first; a, c and e leave no run of three"
     pool.room.check_integrity()
@@ -182,13 +182,13 @@ def test_damage_is_found() -> None:
     pool = Pool(4)
     pool.put(b"a")
     pool.room.check_integrity()
-    pool.room.allocator.allocate(PAGE)
-    with pytest.raises(IntegrityError, match="1 blocks at 1 offsets, 2 allocated"):
+    pool.room._allocators[0].allocate(PAGE)
+    with pytest.raises(IntegrityError, match="1 blocks and reservations at 1 places, 2 allocated"):
         pool.room.check_integrity()
 
 
 def test_a_block_that_the_policy_does_not_know_is_found() -> None:
     pool = Pool(4)
-    pool.room.policy.discard(pool.put(b"a"))
+    pool.room._shared.discard(pool.put(b"a"))
     with pytest.raises(IntegrityError, match="1 readable, 0 touched"):
         pool.room.check_integrity()

@@ -306,7 +306,7 @@ def test_a_commit_with_one_bad_token_commits_nothing(node: Node) -> None:
 
 
 def test_an_owner_has_a_limit_of_pins(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mooncaked.store.PINS_PER_OWNER_MAX", 3)
+    monkeypatch.setattr("mooncaked.store.reading.PINS_PER_OWNER_MAX", 3)
     node.put(b"k")
     pins = node.pin(b"k", b"k", b"k")
     with pytest.raises(InvalidRequest, match="can hold 3 pins"):

@@ -171,7 +171,7 @@ def test_a_waiting_follower_is_woken_by_each_kind_of_change() -> None:
         for change in changes:
             sequence = store.sequence
             waiter = threads.submit(store.wait_events, sequence, LIMIT_S)
-            until(lambda: len(store._logged._waiters) == 1)  # type: ignore[attr-defined]
+            until(lambda: len(store._logged) == 1)
             started = time.monotonic()
             change()
             assert waiter.result(LIMIT_S) > sequence
@@ -182,7 +182,7 @@ def test_a_waiting_follower_is_woken_by_eviction_ahead_of_need() -> None:
     with a_store(16 * 4096) as store, ThreadPoolExecutor(1) as threads:
         put(store, store.new_owner(), *(b"%d" % number for number in range(16)))
         waiter = threads.submit(store.wait_events, 16, LIMIT_S)
-        until(lambda: len(store._logged._waiters) == 1)  # type: ignore[attr-defined]
+        until(lambda: len(store._logged) == 1)
         assert store.evict_to_low() == 5
         assert waiter.result(LIMIT_S / 2) > 16
 
@@ -200,7 +200,7 @@ def test_who_waits_for_another_writer_is_woken_when_that_one_ends(ending: str) -
         owner = store.new_owner()
         (slot,) = store.begin_put(owner, NS, [PutItem(key=b"k", size=1)])
         waiter = threads.submit(store.wait_settled, NS, [b"other", b"k"], LIMIT_S)
-        until(lambda: len(store._settled._waiters) == 1)  # type: ignore[attr-defined]
+        until(lambda: len(store._settled) == 1)
         ENDINGS[ending](store, owner, slot.token)
         assert waiter.result(LIMIT_S / 2)
 
@@ -211,7 +211,7 @@ def test_closing_wakes_everybody() -> None:
         events = threads.submit(store.wait_events, 0, LIMIT_S)
         writer = threads.submit(store.wait_settled, NS, [b"k"], LIMIT_S)
         waiting = (store._logged, store._settled)
-        until(lambda: all(len(condition._waiters) == 1 for condition in waiting))  # type: ignore[attr-defined]
+        until(lambda: all(len(each) == 1 for each in waiting))
         store.close()
         assert events.result(LIMIT_S / 2) == 0
         assert not writer.result(LIMIT_S / 2)

@@ -42,6 +42,8 @@ def test_the_unit_says_what_the_daemon_relies_on(unit: str) -> None:
     assert found["KillMode"] == ["mixed"]
     if unit != "mooncaked-conductor.service":
         assert found["LimitMEMLOCK"] == ["infinity"]
+        assert found["FileDescriptorStoreMax"] == ["160"], "128 regions, two journals, and some to spare"
+        assert found["Environment"] == ["FDSTORE=160"]
 
 
 def test_the_template_differs_only_where_instances_must() -> None:

@@ -1,10 +1,9 @@
-"""Which block goes next. Pure: the store tells what was touched and freed up, the policy names victims.
+"""Least recently used first.
 
-Least recently used first, and leaf before root: a block goes only when no block below it in its prefix chain
-is present, because a child is worth nothing without its parent. Touching a block costs one move to the end of
-an ordered dict. The order is kept for all blocks alike; one that may not go (pinned, or with a child present)
-is set aside when it comes to the front, and comes back with its old place when that changes. So each block is
-passed over at most once between two touches, and naming a victim costs O(log n) amortised.
+Touching a block costs one move to the end of an ordered dict. The order is kept for all blocks alike; one
+that may not go (pinned, or with a child present) is set aside when it comes to the front, and comes back
+with its old place when that changes. So each block is passed over at most once between two touches, and
+naming a victim costs O(log n) amortised.
 """
 
 from __future__ import annotations
@@ -13,24 +12,14 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from heapq import heappop, heappush
 from itertools import pairwise
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
-from mooncaked.errors import IntegrityError, InvalidRequest
-
-
-class Evictable(Protocol):
-    """What the policy reads and writes of a block. Hashed by identity."""
-
-    pins: int  # readers; a pinned block never goes
-    children: int  # present blocks that name this one as their parent
-    touched: int  # set by the policy only: 0, or a number that grows with each touch
-
-
-B = TypeVar("B", bound=Evictable)
+from mooncaked.errors import IntegrityError
+from mooncaked.eviction.base import B
 
 
 class LruPolicy(Generic[B]):
-    """Not thread-safe: its owner locks. A block is known from its first `touch` until `discard`."""
+    """See `Policy`. `touched` of a block grows with each of its touches."""
 
     def __init__(self) -> None:
         self._touches = 0
@@ -136,19 +125,3 @@ class LruPolicy(Generic[B]):
 
     def _is_live(self, stamp: int, block: B) -> bool:
         return block.touched == stamp
-
-
-class Watermarks:
-    """How full, as parts of the pool, it gets before the background eviction starts, and where that stops."""
-
-    def __init__(self, high: float, low: float) -> None:
-        if not 0.0 < low <= high <= 1.0:
-            raise InvalidRequest(problem=f"watermarks need 0 < low <= high <= 1, not low={low} high={high}")
-        self.high = high
-        self.low = low
-
-    def excess(self, used: int, capacity: int) -> int:
-        """Bytes to evict so that `used` of `capacity` bytes falls to the low mark; 0 up to the high mark."""
-        if used <= self.high * capacity:
-            return 0
-        return max(0, used - int(self.low * capacity))

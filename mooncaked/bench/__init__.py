@@ -1,0 +1,1 @@
+"""Measurements of a node's parts, each a program of its own that `mooncakectl bench` starts."""

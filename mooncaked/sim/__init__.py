@@ -1,0 +1,1 @@
+"""Experiments without a cluster: the daemon's own decisions, driven by recorded or generated requests."""
