@@ -11,7 +11,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help run down test lint fmt clean setup-run setup-test
+.PHONY: help run down test soak lint fmt clean setup-run setup-test
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +24,10 @@ down: ## stop that cluster
 
 test: setup-test ## run all tests (PYTEST_ARGS="-k name ...")
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+SECONDS ?= 60
+soak: setup-test ## run everything at once for a minute (SECONDS=3600: for an hour)
+	@SOAK_SECONDS=$(SECONDS) $(BIN)/python -m pytest tests/node/test_soak.py
 
 lint: setup-test ## check style, types, import rules and systemd units
 	$(BIN)/ruff check .

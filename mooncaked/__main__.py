@@ -47,7 +47,9 @@ def parser() -> argparse.ArgumentParser:
         "--role", choices=("node", "conductor"), default="node", help="conductor: no pool, scheduling only"
     )
     result.add_argument(
-        "--cold", action="store_true", help="start with an empty pool: forget what was kept of the last one"
+        "--cold",
+        action="store_true",
+        help="start with an empty pool in memory: forget what was kept of the last one (disks keep theirs)",
     )
     result.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     action = result.add_mutually_exclusive_group()

@@ -57,9 +57,15 @@ def check_namespace(namespace: str) -> str:
     return namespace
 
 
-def as_key(key: bytes | str) -> bytes:
-    """The key as bytes (text as UTF-8); raises `InvalidKey` when it is empty or over `KEY_BYTES_MAX`."""
-    raw = key.encode() if isinstance(key, str) else bytes(key)
+def as_key(key: object) -> bytes:
+    """The key as bytes (text as UTF-8); raises `InvalidKey` when it is empty, over `KEY_BYTES_MAX`, or
+    neither text nor bytes."""
+    if isinstance(key, str):
+        raw = key.encode()
+    elif isinstance(key, bytes | bytearray | memoryview):
+        raw = bytes(key)
+    else:
+        raise InvalidKey(key=repr(key), problem=f"it is {type(key).__name__}; a key is bytes or text")
     if not 1 <= len(raw) <= KEY_BYTES_MAX:
         problem = f"it has {len(raw)} bytes, a key has 1 to {KEY_BYTES_MAX}"
         raise InvalidKey(key=show_key(raw[:32]), problem=problem)

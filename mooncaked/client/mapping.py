@@ -112,6 +112,10 @@ class Mapping:
         """The whole memory of each region."""
         return [region.memory for region in self._regions.values()]
 
+    def largest(self) -> int:
+        """Bytes of the largest region; a value lies in one of them."""
+        return max((len(region.memory) for region in self._regions.values()), default=0)
+
     def capacity(self) -> int:
         """Bytes of all regions together."""
         return sum(len(region.memory) for region in self._regions.values())

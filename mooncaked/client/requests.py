@@ -48,9 +48,10 @@ class Requests:
         (result,) = yield from operations.put(self.namespace, [source])
         item = source.item
         if result is PutResult.FULL or result is PutResult.TOO_LARGE:
-            capacity = yield operations.Work(Mapping.capacity, 0)
             if result is PutResult.TOO_LARGE:
-                raise ValueTooLarge(key=show_key(item.key), size=item.size, limit=capacity)
+                largest = yield operations.Work(Mapping.largest, 0)
+                raise ValueTooLarge(key=show_key(item.key), size=item.size, limit=largest)
+            capacity = yield operations.Work(Mapping.capacity, 0)
             raise PoolFull(size=item.size, capacity=capacity, pinned="too many", key="[dram] size")
         return result
 

@@ -60,3 +60,8 @@ def test_views_outlive_the_mapping(fd: int) -> None:
     view = Mapping(hello(SIZE), [fd]).view(0, 0, 100_000)
     os.pwrite(fd, b"still here", 0)
     assert view[:10] == b"still here"
+
+
+def test_the_largest_region_bounds_a_value(fd: int) -> None:
+    mapping = Mapping(hello(SIZE), [fd])
+    assert mapping.largest() == mapping.capacity() == SIZE
