@@ -184,11 +184,16 @@ class Posting:
     # --- what was posted -----------------------------------------------------------------------------------
 
     def _post(self, items: list[StoredItem]) -> bool:
-        """Send names, and let all see that a frame was posted, before the put returns; False: the connection
-        is gone, or there was nothing to send. Ends one use of places in any case."""
+        """Let all see that a frame is posted, and send it; False: the connection is gone, or there was
+        nothing to send. Ends one use of places in any case.
+
+        It is counted first: else the frame of another thread, obeyed but not counted yet, would stand for
+        this one, counted but not obeyed."""
         sent = False
         try:
             if items:
+                with self._lock:
+                    self._counts.posted()
                 body = PutStored(namespace=self._namespace, items=items)
                 self._connection.post(Kind.PUT_STORED, body, self._timeout_s)
                 sent = True
@@ -196,7 +201,7 @@ class Posting:
             return False
         finally:
             with self._lock:
-                self._set_writing(-1, posted=sent)
+                self._set_writing(-1)
                 if sent:
                     self._remember(items)
         return sent
@@ -236,10 +241,8 @@ class Posting:
             raise
         return places
 
-    def _set_writing(self, change: int, *, posted: bool = False) -> None:
+    def _set_writing(self, change: int) -> None:
         """Say how many uses of places there are; after what was posted is counted. Under the lock."""
-        if posted:
-            self._counts.posted()
         self._writing += change
         self._words[shm.P_WRITING] = self._writing
 
