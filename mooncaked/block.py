@@ -8,6 +8,7 @@ from math import inf
 
 import msgspec
 
+from mooncaked.api.protocol import PinnedBlock
 from mooncaked.keys import show_key
 
 
@@ -70,3 +71,15 @@ class Block:
     def extent(self) -> Extent:
         """Where it lies."""
         return Extent(self.region, self.offset, self.size)
+
+
+def as_pinned(pin: int, block: Block) -> PinnedBlock:
+    """How a reader learns of a block that it has pinned."""
+    return PinnedBlock(
+        pin=pin,
+        region=block.region,
+        offset=block.offset,
+        size=block.size,
+        checksum=block.checksum,
+        meta=block.meta,
+    )

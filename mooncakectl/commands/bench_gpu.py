@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Annotated, Any
 
 import typer
 
+from mooncakectl.measuring import measure
 from mooncakectl.output import Format, Table, View, columns, print_view, show_bytes
 from mooncakectl.params import OutputOption
-from mooncaked.errors import MooncakeError, Unhealthy, from_message
+from mooncaked.errors import Unhealthy
 
 app = typer.Typer()
 
 
 def run_bench(device: str, size: str, block: str) -> dict[str, Any]:
-    """The report of `mooncaked.bench.gpu`, which runs in a process of its own: torch and CUDA stay out of
-    this one. Raises what that could not start with."""
-    command = [sys.executable, "-m", "mooncaked.bench.gpu", "--json"]
-    command += ["--device", device, "--size", size, "--block", block]
-    done = subprocess.run(command, stdout=subprocess.PIPE)
-    try:
-        report: dict[str, Any] = json.loads(done.stdout)
-    except json.JSONDecodeError as error:
-        raise MooncakeError(detail=f"the measuring process ended with {done.returncode}") from error
-    if "error" in report:
-        raise from_message(report["error"]["code"], report["error"]["message"], "the measuring process")
-    return report
+    """The report of `mooncaked.bench.gpu`: torch and CUDA stay out of this process."""
+    return measure("mooncaked.bench.gpu", ["--device", device, "--size", size, "--block", block])
 
 
 def bench_view(report: dict[str, Any]) -> View:

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from mooncakectl.measuring import measure
 from mooncakectl.output import Format, Table, View, columns, print_view, show_bytes, show_count
 from mooncakectl.params import OutputOption
-from mooncaked.errors import MooncakeError, from_message
 
 app = typer.Typer()
-
-
-def run_bench(arguments: list[str]) -> dict[str, Any]:
-    """The report of `mooncaked.bench.ssd`, in a process of its own. Raises what it could not do."""
-    command = [sys.executable, "-m", "mooncaked.bench.ssd", "--json", *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE)
-    try:
-        report: dict[str, Any] = json.loads(done.stdout)
-    except json.JSONDecodeError as error:
-        raise MooncakeError(detail=f"the measuring process ended with {done.returncode}") from error
-    if "error" in report:
-        raise from_message(report["error"]["code"], report["error"]["message"], "the measuring process")
-    return report
 
 
 def bench_view(report: dict[str, Any]) -> View:
@@ -87,4 +71,4 @@ def ssd_command(
     """Write blocks to a disk, read them back and compare, in turns with fio."""
     arguments = ["--dir", str(directory.absolute()), "--size", size, "--block", block]
     arguments += ["--rounds", str(rounds), "--adopt", str(adopt), *([] if fio else ["--no-fio"])]
-    print_view(bench_view(run_bench(arguments)), output)
+    print_view(bench_view(measure("mooncaked.bench.ssd", arguments)), output)

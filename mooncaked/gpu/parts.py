@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from mooncaked.api.protocol import PinnedBlock
 from mooncaked.block import Block
 from mooncaked.errors import GpuFailed
 from mooncaked.gpu.books import Placed, Source
@@ -61,18 +60,6 @@ def await_copy(device: str, copy: Copy) -> None:
     if not copy.wait(_STALL_S):
         cause = f"it has not ended in {_STALL_S:.0f} s"
         raise GpuFailed(device=device, operation="copying", cause=cause)
-
-
-def as_pinned(pin: int, block: Block) -> PinnedBlock:
-    """How a reader learns of a block that it has pinned."""
-    return PinnedBlock(
-        pin=pin,
-        region=block.region,
-        offset=block.offset,
-        size=block.size,
-        checksum=block.checksum,
-        meta=block.meta,
-    )
 
 
 def as_event(block: Block, *, stored: bool) -> BlockEvent:

@@ -17,9 +17,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from mooncaked.api.protocol import PinnedBlock
+from mooncaked.block import as_pinned
 from mooncaked.errors import GpuFailed, IntegrityError, InvalidRequest, Unhealthy
 from mooncaked.gpu.books import Evict, GpuBooks, Placed, Source
-from mooncaked.gpu.parts import Batch, Flight, GpuTierStats, Item, as_event, as_pinned, await_copy
+from mooncaked.gpu.parts import Batch, Flight, GpuTierStats, Item, as_event, await_copy
 from mooncaked.pools.gpu import GpuPool
 from mooncaked.pools.gpu_device import Copy
 from mooncaked.types import BlockEvent

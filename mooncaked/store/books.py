@@ -11,7 +11,6 @@ from typing import Protocol
 
 import msgspec
 
-from mooncaked.api.protocol import PinnedBlock
 from mooncaked.block import Block, BlockState, Hold
 from mooncaked.clock import Clock
 from mooncaked.eventlog import EventLog
@@ -325,15 +324,3 @@ class Books:
         if not self._forsaken:
             return found
         return [has and (namespace, key) not in self._forsaken for key, has in zip(keys, found, strict=True)]
-
-
-def pinned(pin: int, block: Block) -> PinnedBlock:
-    """How a reader learns of a block that it has pinned."""
-    return PinnedBlock(
-        pin=pin,
-        region=block.region,
-        offset=block.offset,
-        size=block.size,
-        checksum=block.checksum,
-        meta=block.meta,
-    )

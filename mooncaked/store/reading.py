@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mooncaked.api.protocol import PinnedBlock
+from mooncaked.block import as_pinned
 from mooncaked.errors import InvalidRequest
-from mooncaked.store.books import PINS_PER_OWNER_MAX, BlockInfo, Books, pinned
+from mooncaked.store.books import PINS_PER_OWNER_MAX, BlockInfo, Books
 
 
 class Reading(Books):
@@ -38,7 +39,7 @@ class Reading(Books):
             if count:
                 self._counters.hits += len(blocks)
                 self._counters.misses += len(keys) - len(blocks)
-            return [None if block is None else pinned(next(pins), block) for block in found]
+            return [None if block is None else as_pinned(next(pins), block) for block in found]
 
     def unpin(self, owner: int, pins: Sequence[int]) -> None:
         """End reads. Raises `InvalidRequest`, before anything is done, when a pin is not one of this owner or

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import typer
 
+from mooncakectl import measuring
 from mooncakectl.commands import bench_gpu
 from mooncaked.bench import gpu, gpu_checks
 from mooncaked.errors import GpuUnavailable, MooncakeError, Unhealthy
@@ -29,7 +30,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, output: bytes, code: int) -> None:
     def run(command: list[str], **options: object) -> subprocess.CompletedProcess[bytes]:
         return subprocess.CompletedProcess(command, code, stdout=output)
 
-    monkeypatch.setattr(bench_gpu.subprocess, "run", run)
+    monkeypatch.setattr(measuring.subprocess, "run", run)
 
 
 def test_the_whole_command(capfd: pytest.CaptureFixture[str]) -> None:
