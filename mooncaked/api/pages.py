@@ -24,7 +24,7 @@ from mooncaked.store import DirectUses
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _NO_HAZARDS = bytes(shm.HAZARDS * shm.WORD)
 _MISSES_MAX = 1 << 20  # believed per page and look
-_CAUGHT_UP_S = 3.0  # for frames that lie in the daemon's sockets to be read
+_CAUGHT_UP_S = 0.5  # for frames that lie in the daemon's sockets to be read
 _TURNS = 50  # of the loop, after which it is waited in steps of time
 _STEP_S = 0.001
 
@@ -161,7 +161,7 @@ class ClientPages:
 
     async def caught_up(self, clock: Clock) -> None:
         """Return when all that was posted before this call has been obeyed. A client that says that it posted
-        what it has not is waited for once, for a few seconds."""
+        what it has not is waited for once, for half a second."""
         waiting = self.behind()
         owners = {slot: self._owners[slot] for slot in waiting}
         deadline = Deadline(clock, _CAUGHT_UP_S)
